@@ -1,0 +1,154 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "apps/strata/commands.h"
+#include "base/error.h"
+#include "gpu/host/host_device.h"
+#include "model/generator.h"
+#include "model/tokenizer.h"
+#include "model/weights.h"
+#include "pipeline/executor.h"
+#include "train/checkpoint.h"
+#include "train/export.h"
+
+namespace strata::app {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Arguments {
+  std::string source;
+  std::string prompt = "\n";
+  std::vector<int32_t> prompt_ids;
+  int64_t max_tokens = 256;
+  int64_t context = 0;
+  int threads = 0;
+  model::SamplingOptions sampling;
+  bool json = false;
+};
+
+/// Ids of the prompt, each one in the vocabulary.
+std::vector<int32_t> encode_prompt(const Arguments& arguments, int64_t vocabulary) {
+  const model::ByteTokenizer bytes;
+  std::vector<int32_t> ids = arguments.prompt_ids;
+  if (ids.empty()) {
+    if (vocabulary != bytes.vocab_size()) {
+      throw usage_error(
+          fmt::format("'{}' has a vocabulary of {}, and text is only known for byte "
+                      "models (256); give token ids with --prompt-ids",
+                      arguments.source, vocabulary));
+    }
+    ids = bytes.encode(arguments.prompt);
+  }
+  if (ids.empty()) throw usage_error("the prompt is empty; give at least one character");
+  for (const int32_t id : ids) {
+    if (id < 0 || id >= vocabulary) {
+      throw usage_error(
+          fmt::format("prompt id {} is outside the vocabulary of {}", id, vocabulary));
+    }
+  }
+  return ids;
+}
+
+void load(const fs::path& source, const model::Llama& llama, pipeline::Executor& executor) {
+  if (train::is_checkpoint(source)) {
+    static_cast<void>(train::load_checkpoint(source, llama, executor));
+  } else {
+    model::load_weights(model::CheckpointReader::open(source), llama, executor);
+  }
+}
+
+void run(const Arguments& arguments) {
+  fs::path source = arguments.source;
+  // A run's directory stands for its newest checkpoint; one with a config.json is a model itself.
+  if (!fs::exists(source / "config.json")) source = train::find_checkpoint(source);
+  const model::LlamaConfig config = model::read_llama_config(source);
+  std::vector<int32_t> ids = encode_prompt(arguments, config.vocab_size);
+  const int64_t longest = arguments.context > 0
+                              ? std::min(arguments.context, config.max_position_embeddings)
+                              : std::min<int64_t>(config.max_position_embeddings, 2048);
+  const int64_t context =
+      std::min(longest, static_cast<int64_t>(ids.size()) + arguments.max_tokens);
+
+  const auto device = gpu::create_host_device({.threads = arguments.threads});
+  const model::Llama llama(config, DType::kBf16, context);
+  pipeline::Executor executor(*device, llama,
+                              model::generation_plan(llama, device->operators(), context), 0);
+  load(source, llama, executor);
+  model::Generator generator(llama, executor);
+
+  const bool text = arguments.prompt_ids.empty();
+  const model::ByteTokenizer bytes;
+  if (!arguments.json && text) fmt::print("{}", arguments.prompt);
+  const size_t prompt_length = ids.size();
+  for (int64_t i = 0; i < arguments.max_tokens; ++i) {
+    const int32_t id = generator.next(ids, arguments.sampling);
+    if (std::find(config.eos_token_ids.begin(), config.eos_token_ids.end(), id) !=
+        config.eos_token_ids.end()) {
+      break;
+    }
+    ids.push_back(id);
+    if (arguments.json) continue;
+    fmt::print("{}", text ? bytes.decode({&id, 1}) : fmt::format("{}{}", i == 0 ? "" : " ", id));
+    std::fflush(stdout);
+  }
+  if (!arguments.json) {
+    fmt::print("\n");
+    return;
+  }
+  const std::vector<int32_t> generated(ids.begin() + static_cast<std::ptrdiff_t>(prompt_length),
+                                       ids.end());
+  nlohmann::ordered_json json{{"schema", 1}, {"model", source.string()}, {"ids", generated}};
+  if (text) json["text"] = bytes.decode(generated);
+  // A byte model may end within a character; JSON is UTF-8.
+  fmt::print("{}\n", json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
+}  // namespace
+
+void add_generate(CLI::App& app) {
+  auto arguments = std::make_shared<Arguments>();
+  CLI::App* command = app.add_subcommand("generate", "Sample text from a model");
+  command
+      ->add_option("model", arguments->source,
+                   "Output directory of a run, a checkpoint in it, or a Hugging Face directory")
+      ->required()
+      ->type_name("MODEL");
+  command->add_option("--prompt", arguments->prompt, "Text to continue (byte-level models)");
+  command->add_option("--prompt-ids", arguments->prompt_ids, "Token ids to continue: 1,2,3")
+      ->delimiter(',');
+  command->add_option("--max-tokens", arguments->max_tokens, "Tokens to generate")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 30))
+      ->capture_default_str();
+  command->add_option("--temperature", arguments->sampling.temperature, "0: the likeliest token")
+      ->check(CLI::Range(0.0, 100.0))
+      ->capture_default_str();
+  command->add_option("--top-k", arguments->sampling.top_k, "Choose among the k likeliest; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--seed", arguments->sampling.seed, "Of the random choices")
+      ->capture_default_str();
+  command
+      ->add_option("--context", arguments->context,
+                   "Tokens that the model looks back; 0: all it knows, at most 2048")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  command->add_option("--threads", arguments->threads, "0: one for each core")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  command->add_flag("--json", arguments->json, "Print ids and text as JSON");
+  command->footer(
+      "Examples:\n"
+      "  strata generate runs/mine --prompt 'In the beginning' --max-tokens 400\n"
+      "  strata generate runs/mine/checkpoint-001000 --temperature 0 --json\n"
+      "  strata generate exported/ --prompt-ids 1,15043 --top-k 40");
+  command->callback([arguments] { run(*arguments); });
+}
+
+}  // namespace strata::app

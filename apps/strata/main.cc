@@ -1,0 +1,52 @@
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <exception>
+#include <filesystem>
+#include <new>
+
+#include "apps/strata/commands.h"
+#include "base/error.h"
+
+namespace {
+
+int report(int exit_code, const char* message) {
+  fmt::print(stderr, "strata: {}\n", message);
+  return exit_code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  using strata::ErrorKind;
+  CLI::App app{"Strata trains language models that do not fit in one GPU's memory."};
+  app.name("strata");
+  app.set_version_flag("--version", STRATA_VERSION);
+  app.require_subcommand(1);
+  app.failure_message([](const CLI::App* failed, const CLI::Error& error) {
+    return fmt::format("strata: {}; see '{} --help'\n", error.what(),
+                       failed->get_parent() ? "strata " + failed->get_name() : failed->get_name());
+  });
+  app.footer(
+      "Examples:\n"
+      "  strata train config.yaml\n"
+      "  strata generate runs/mine --prompt 'In the beginning'\n"
+      "Exit codes: 0 done, 1 failed, 2 bad usage or input, 3 does not fit, 130 interrupted.");
+  strata::app::add_train(app);
+  strata::app::add_generate(app);
+  strata::app::add_export(app);
+  strata::app::add_bench(app);
+  try {
+    app.parse(argc, argv);
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : static_cast<int>(ErrorKind::kUsage);
+  } catch (const strata::Error& error) {
+    return report(static_cast<int>(error.kind()), error.what());
+  } catch (const std::bad_alloc&) {
+    return report(static_cast<int>(ErrorKind::kFailed),
+                  "the machine refused more memory; close other programs or train a smaller model");
+  } catch (const std::exception& error) {
+    return report(static_cast<int>(ErrorKind::kFailed), error.what());
+  }
+}

@@ -1,0 +1,134 @@
+#include "model/weights.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <oneapi/tbb/parallel_for.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "base/bf16.h"
+#include "base/error.h"
+#include "base/random.h"
+
+namespace strata::model {
+namespace {
+
+using pipeline::Executor;
+using pipeline::StateKind;
+
+/// Elements moved at a time.
+constexpr int64_t kPiece = int64_t{1} << 18;
+
+template <class F>
+void for_each_piece(int64_t count, F&& visit) {
+  for (int64_t begin = 0; begin < count; begin += kPiece) {
+    visit(begin, std::min(kPiece, count - begin));
+  }
+}
+
+/// Writes masters to the unit's weight and residual, whichever the placement keeps.
+class MasterWriter {
+ public:
+  MasterWriter(const Llama& llama, Executor& executor) : llama_(llama), executor_(executor) {}
+
+  void write(int unit, int64_t first, std::span<const float> masters) {
+    if (llama_.dtype() == DType::kF32) {
+      put(unit, StateKind::kWeight, first, masters);
+      return;
+    }
+    const bool split = executor_.state_size_bytes(unit, StateKind::kResidual) > 0;
+    weights_.resize(masters.size());
+    residuals_.resize(split ? masters.size() : 0);
+    for (size_t i = 0; i < masters.size(); ++i) {
+      const SplitMaster master = split_master(masters[i]);
+      weights_[i] = master.weight;
+      if (split) residuals_[i] = master.residual;
+    }
+    put(unit, StateKind::kWeight, first, std::span<const Bf16>(weights_));
+    if (split) put(unit, StateKind::kResidual, first, std::span<const uint16_t>(residuals_));
+  }
+
+ private:
+  template <class T>
+  void put(int unit, StateKind kind, int64_t first, std::span<const T> values) {
+    executor_.write_state(unit, kind, static_cast<size_t>(first) * sizeof(T),
+                          std::as_bytes(values));
+  }
+
+  const Llama& llama_;
+  Executor& executor_;
+  std::vector<Bf16> weights_;
+  std::vector<uint16_t> residuals_;
+};
+
+void clear_moments(const Llama& llama, Executor& executor) {
+  const std::vector<std::byte> zeros(static_cast<size_t>(kPiece));
+  for (int unit = 0; unit < static_cast<int>(llama.units().size()); ++unit) {
+    for (const StateKind kind : {StateKind::kMoment1, StateKind::kMoment2}) {
+      for_each_piece(static_cast<int64_t>(executor.state_size_bytes(unit, kind)),
+                     [&](int64_t begin, int64_t count) {
+                       executor.write_state(unit, kind, static_cast<size_t>(begin),
+                                            std::span(zeros).first(static_cast<size_t>(count)));
+                     });
+    }
+  }
+}
+
+}  // namespace
+
+void check_weights(const CheckpointReader& reader, const Llama& llama) {
+  for (const TensorPlace& place : llama.tensors()) {
+    const TensorInfo& found = reader.tensor(place.tensor.name);
+    if (found.shape != place.tensor.shape) {
+      throw usage_error(fmt::format(
+          "'{}': tensor '{}' has shape [{}], and the config asks for [{}]", reader.path().string(),
+          place.tensor.name, fmt::join(found.shape, ", "), fmt::join(place.tensor.shape, ", ")));
+    }
+    if (!is_weight_type(found.type)) {
+      throw usage_error(
+          fmt::format("'{}': tensor '{}' is of type {}, and weights are read from "
+                      "BF16, F16, F32 or F64",
+                      reader.path().string(), place.tensor.name, name_of(found.type)));
+    }
+  }
+}
+
+void load_weights(const CheckpointReader& reader, const Llama& llama, Executor& executor) {
+  check_weights(reader, llama);
+  MasterWriter writer(llama, executor);
+  std::vector<float> values;
+  for (const TensorPlace& place : llama.tensors()) {
+    for_each_piece(place.tensor.elements(), [&](int64_t begin, int64_t count) {
+      values.resize(static_cast<size_t>(count));
+      reader.read_floats(place.tensor.name, begin, values);
+      writer.write(place.unit, place.first + begin, values);
+    });
+  }
+  clear_moments(llama, executor);
+}
+
+void initialize_weights(uint64_t seed, const Llama& llama, Executor& executor) {
+  MasterWriter writer(llama, executor);
+  std::vector<float> values;
+  const double deviation = llama.config().initializer_range;
+  for (size_t t = 0; t < llama.tensors().size(); ++t) {
+    const TensorPlace& place = llama.tensors()[t];
+    const bool is_norm = place.tensor.shape.size() == 1;
+    for_each_piece(place.tensor.elements(), [&](int64_t begin, int64_t count) {
+      values.assign(static_cast<size_t>(count), 1.0F);
+      if (!is_norm) {
+        tbb::parallel_for(tbb::blocked_range<int64_t>(0, count, 4096), [&](const auto& range) {
+          CounterRandom random(seed, t, static_cast<uint64_t>(begin + range.begin()));
+          for (int64_t i = range.begin(); i < range.end(); ++i) {
+            values[static_cast<size_t>(i)] = static_cast<float>(deviation * random.next_normal());
+          }
+        });
+      }
+      writer.write(place.unit, place.first + begin, values);
+    });
+  }
+  clear_moments(llama, executor);
+}
+
+}  // namespace strata::model

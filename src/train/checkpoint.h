@@ -1,0 +1,52 @@
+// Checkpoints of a run: the whole training state, such that going on from one gives the bits that
+// never stopping would have given. docs/formats.md describes the files.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "model/llama.h"
+#include "pipeline/executor.h"
+#include "train/dataset.h"
+
+namespace strata::train {
+
+/// What a run has to remember beside its tensors.
+struct RunState {
+  int64_t step = 0;             // steps taken
+  int64_t optimizer_steps = 0;  // of them, those whose gradient was finite
+  int64_t tokens = 0;           // trained on, unmasked
+  DataPosition data;
+  uint64_t seed = 0;  // all random choices follow from it and the positions above
+  friend bool operator==(const RunState&, const RunState&) = default;
+};
+
+/// "<directory>/checkpoint-<step>".
+[[nodiscard]] std::filesystem::path checkpoint_path(const std::filesystem::path& directory,
+                                                    int64_t step);
+
+/// Whole checkpoints in a run's directory, oldest first. What an interrupted save left behind has
+/// another name and is never among them.
+[[nodiscard]] std::vector<std::filesystem::path> list_checkpoints(
+    const std::filesystem::path& directory);
+
+[[nodiscard]] bool is_checkpoint(const std::filesystem::path& path);
+/// The safetensors file with a checkpoint's tensors.
+[[nodiscard]] std::filesystem::path checkpoint_state_file(const std::filesystem::path& checkpoint);
+
+/// Writes checkpoint-<step> with the model's config.json: beside its final name, synced, and
+/// renamed when whole. Then removes the oldest beyond `keep` (0: keeps all) and what interrupted
+/// saves left. Runs the pending update before. Throws IoError where the disk is full or fails;
+/// nothing with the checkpoint's name exists then.
+void save_checkpoint(const std::filesystem::path& directory, const RunState& state,
+                     const model::Llama& llama, pipeline::Executor& executor, int64_t keep);
+
+/// Fills the executor's state, checking every tensor's checksum on the way. A usage error names the
+/// checkpoint and what is wrong: not a checkpoint, of another model or number format, or damaged.
+[[nodiscard]] RunState load_checkpoint(const std::filesystem::path& checkpoint,
+                                       const model::Llama& llama, pipeline::Executor& executor);
+
+}  // namespace strata::train

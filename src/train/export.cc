@@ -1,0 +1,91 @@
+#include "train/export.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "base/bf16.h"
+#include "base/error.h"
+#include "base/file.h"
+#include "model/hf_config.h"
+#include "train/checkpoint.h"
+
+namespace strata::train {
+namespace {
+
+namespace fs = std::filesystem;
+using model::ElementType;
+
+constexpr int64_t kPiece = int64_t{1} << 18;  // elements
+
+}  // namespace
+
+fs::path find_checkpoint(const fs::path& path) {
+  if (is_checkpoint(path)) return path;
+  const std::vector<fs::path> all = list_checkpoints(path);
+  if (all.empty()) {
+    throw usage_error(
+        fmt::format("there is no checkpoint at '{}'; name a checkpoint or the "
+                    "output_dir of a run",
+                    path.string()));
+  }
+  return all.back();
+}
+
+ExportSummary export_model(const fs::path& source, const fs::path& directory,
+                           const ExportOptions& options) {
+  const fs::path checkpoint = find_checkpoint(source);
+  for (const char* name : {"config.json", "model.safetensors", "model.safetensors.index.json"}) {
+    if (fs::exists(directory / name)) {
+      throw usage_error(fmt::format("'{}' already holds a model ({}); name another directory",
+                                    directory.string(), name));
+    }
+  }
+  const model::LlamaConfig config = model::read_llama_config(checkpoint);
+  const auto file = model::SafetensorsFile::open(checkpoint_state_file(checkpoint));
+  const ElementType type = options.type.value_or(
+      config.torch_dtype == "float32" ? ElementType::kF32 : ElementType::kBf16);
+
+  const std::vector<model::TensorSpec> tensors = model::llama_tensors(config);
+  std::vector<model::TensorHeader> headers;
+  for (const model::TensorSpec& tensor : tensors) {
+    headers.push_back({tensor.name, type, tensor.shape});
+  }
+  ExportSummary summary{.checkpoint = checkpoint, .type = type};
+  model::CheckpointWriter writer(directory, headers, options.max_shard_bytes);
+  std::vector<float> masters;
+  std::vector<Bf16> weights;
+  std::vector<uint16_t> residuals;
+  for (const model::TensorSpec& tensor : tensors) {
+    const model::TensorInfo* weight = file.find("weight." + tensor.name);
+    const model::TensorInfo* residual = file.find("residual." + tensor.name);
+    if (!weight || weight->shape != tensor.shape) {
+      throw usage_error(fmt::format("'{}' is damaged: tensor '{}' is missing or of another shape",
+                                    checkpoint.string(), tensor.name));
+    }
+    for (int64_t begin = 0; begin < weight->elements; begin += kPiece) {
+      const auto count = static_cast<size_t>(std::min(kPiece, weight->elements - begin));
+      masters.resize(count);
+      weights.resize(count);
+      if (residual) {
+        residuals.resize(count);
+        file.read(*weight, begin * 2, std::as_writable_bytes(std::span(weights)));
+        file.read(*residual, begin * 2, std::as_writable_bytes(std::span(residuals)));
+        for (size_t i = 0; i < count; ++i) masters[i] = join_master({weights[i], residuals[i]});
+      } else {
+        file.read_floats(*weight, begin, masters);
+        std::transform(masters.begin(), masters.end(), weights.begin(), to_bf16);
+      }
+      writer.write(type == ElementType::kF32 ? std::as_bytes(std::span(masters))
+                                             : std::as_bytes(std::span(weights)));
+    }
+    ++summary.tensors;
+    summary.bytes += weight->elements * (type == ElementType::kF32 ? 4 : 2);
+  }
+  writer.finish();
+  write_text_file_atomically(directory / "config.json", config.text);
+  return summary;
+}
+
+}  // namespace strata::train

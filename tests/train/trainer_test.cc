@@ -1,0 +1,273 @@
+#include "train/trainer.h"
+
+#include <algorithm>
+#include <fstream>
+
+#include "base/error.h"
+#include "base/file.h"
+#include "base/random.h"
+#include "catch.h"
+#include "model/safetensors.h"
+#include "train/checkpoint.h"
+#include "train/export.h"
+#include "train/temporary_directory.h"
+
+namespace strata::train {
+namespace {
+
+namespace fs = std::filesystem;
+
+class Recorder final : public TrainObserver {
+ public:
+  void planned(const RunSummary& run) override { first_step = run.first_step; }
+  void stepped(const TrainMetrics& metrics) override { steps.push_back(metrics); }
+  void evaluated(const EvalMetrics& metrics) override { evals.push_back(metrics); }
+  void saved(const fs::path& checkpoint) override { checkpoints.push_back(checkpoint); }
+  void noted(std::string_view message) override { notes.emplace_back(message); }
+
+  int64_t first_step = -1;
+  std::vector<TrainMetrics> steps;
+  std::vector<EvalMetrics> evals;
+  std::vector<fs::path> checkpoints;
+  std::vector<std::string> notes;
+};
+
+/// A directory with a tiny model's config and a text, and a configuration to train the one on the
+/// other for ten steps of accumulated micro-batches.
+class Bench {
+ public:
+  Bench() {
+    std::ofstream(directory_.path("config.json"))
+        << R"({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
+              "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 64,
+              "rms_norm_eps": 1e-5, "torch_dtype": "float32"})";
+    std::ofstream text(directory_.path("text.txt"));
+    CounterRandom random(3, 0);
+    constexpr std::string_view kWords[] = {"the ", "lord ", "said ", "unto ", "moses ", "and "};
+    for (int i = 0; i < 900; ++i) text << kWords[random.next_below(6)];
+  }
+
+  [[nodiscard]] TrainConfig config(const std::string& name) const {
+    TrainConfig config;
+    config.model = directory_.path(".");
+    config.datasets = {{directory_.path("text.txt")}};
+    config.output_dir = output(name).string();
+    config.val_set_size = 0.1;
+    config.sequence_len = 24;
+    config.micro_batch_size = 2;
+    config.gradient_accumulation_steps = 2;
+    config.max_steps = 10;
+    config.learning_rate = 1e-2;
+    config.warmup_steps = 2;
+    config.max_grad_norm = 0.9;
+    config.threads = 2;
+    return config;
+  }
+  [[nodiscard]] fs::path output(const std::string& name) const { return directory_.path(name); }
+
+ private:
+  TemporaryDirectory directory_;
+};
+
+TrainOutcome run(const TrainConfig& config, Recorder& recorder, int64_t stop_after = 1000) {
+  return train(config, recorder,
+               [&] { return static_cast<int64_t>(recorder.steps.size()) >= stop_after; });
+}
+
+std::vector<double> losses(const Recorder& recorder) {
+  std::vector<double> list;
+  for (const TrainMetrics& step : recorder.steps) list.push_back(step.loss);
+  return list;
+}
+
+std::string bytes_of(const fs::path& checkpoint) {
+  return read_text_file(checkpoint_state_file(checkpoint));
+}
+
+}  // namespace
+
+TEST_CASE("a run learns, evaluates and leaves a whole record") {
+  const Bench bench;
+  TrainConfig config = bench.config("run");
+  config.eval_steps = 5;
+  config.save_steps = 3;
+  config.save_total_limit = 2;
+  Recorder recorder;
+  const TrainOutcome outcome = run(config, recorder);
+  CHECK(outcome.step == 10);
+  CHECK_FALSE(outcome.interrupted);
+  REQUIRE(recorder.steps.size() == 10);
+  CHECK(recorder.steps.back().loss < recorder.steps.front().loss - 0.5);
+  REQUIRE(recorder.evals.size() == 2);
+  CHECK(recorder.evals[1].eval_loss < recorder.evals[0].eval_loss);
+  CHECK(outcome.eval_loss == recorder.evals[1].eval_loss);
+  const auto clipped = std::count_if(recorder.steps.begin(), recorder.steps.end(),
+                                     [](const TrainMetrics& step) { return step.clipped; });
+  CHECK(clipped > 0);
+  for (const TrainMetrics& step : recorder.steps) CHECK(step.clipped == (step.grad_norm > 0.9));
+  // Four windows of 24 tokens a step.
+  CHECK(recorder.steps.back().tokens == 10 * 4 * 24);
+  CHECK(list_checkpoints(config.output_dir) ==
+        std::vector<fs::path>{checkpoint_path(config.output_dir, 9),
+                              checkpoint_path(config.output_dir, 10)});
+  CHECK(fs::exists(fs::path(config.output_dir) / "config.yaml"));
+  const std::string log = read_text_file(fs::path(config.output_dir) / "metrics.jsonl");
+  CHECK(std::count(log.begin(), log.end(), '\n') == 12);
+}
+
+TEST_CASE("an interrupted run resumes to the same bits") {
+  const Bench bench;
+  const OffloadChoice offload = GENERATE(OffloadChoice::kNone, OffloadChoice::kHost);
+  TrainConfig config = bench.config("whole");
+  config.offload = offload;
+  Recorder whole;
+  run(config, whole);
+
+  config.output_dir = bench.output("parts").string();
+  config.resume = "auto";  // nothing is there yet: starts afresh
+  std::vector<double> in_parts;
+  for (const int64_t stop_after : {3, 4, 1000}) {
+    Recorder part;
+    const TrainOutcome outcome = run(config, part, stop_after);
+    CHECK(outcome.interrupted == (stop_after < 1000));
+    CHECK(part.first_step == static_cast<int64_t>(in_parts.size()));
+    for (const double loss : losses(part)) in_parts.push_back(loss);
+  }
+  CHECK(in_parts == losses(whole));
+  CHECK(bytes_of(checkpoint_path(bench.output("parts"), 10)) ==
+        bytes_of(checkpoint_path(bench.output("whole"), 10)));
+  // Resuming what is complete is an error that says so, not a second training.
+  Recorder again;
+  CHECK_THROWS_WITH(run(config, again), Catch::Contains("complete"));
+}
+
+TEST_CASE("accumulation is the same as one large batch, to rounding") {
+  const Bench bench;
+  TrainConfig config = bench.config("two");
+  config.compute_dtype = DType::kF32;
+  Recorder two;
+  run(config, two);
+  config.output_dir = bench.output("one").string();
+  config.micro_batch_size = 4;
+  config.gradient_accumulation_steps = 1;
+  Recorder one;
+  run(config, one);
+  for (size_t i = 0; i < two.steps.size(); ++i) {
+    CHECK(two.steps[i].loss == Approx(one.steps[i].loss).epsilon(1e-4));
+    CHECK(two.steps[i].grad_norm == Approx(one.steps[i].grad_norm).epsilon(1e-3));
+  }
+}
+
+TEST_CASE("a damaged checkpoint is refused by name") {
+  const Bench bench;
+  TrainConfig config = bench.config("run");
+  config.max_steps = 2;
+  Recorder recorder;
+  run(config, recorder);
+  const fs::path checkpoint = checkpoint_path(config.output_dir, 2);
+  {
+    std::fstream file(checkpoint_state_file(checkpoint),
+                      std::ios::in | std::ios::out | std::ios::binary);
+    file.seekg(-5, std::ios::end);
+    const auto byte = static_cast<char>(file.get() ^ 0x10);
+    file.seekp(-5, std::ios::end);
+    file.put(byte);
+  }
+  config.max_steps = 4;
+  config.resume = "auto";
+  Recorder again;
+  CHECK_THROWS_WITH(run(config, again), Catch::Contains("damaged") && Catch::Contains("moment2"));
+  config.seed = 43;
+  CHECK_THROWS_AS(run(config, again), Error);
+}
+
+TEST_CASE("what an interrupted save left behind is never resumed and is cleared away") {
+  const Bench bench;
+  TrainConfig config = bench.config("run");
+  config.max_steps = 2;
+  Recorder recorder;
+  run(config, recorder);
+  const fs::path partial = checkpoint_path(config.output_dir, 3).string() + ".partial";
+  fs::create_directory(partial);
+  std::ofstream(partial / "state.safetensors") << "half";
+  CHECK(list_checkpoints(config.output_dir).size() == 1);
+  config.max_steps = 3;
+  config.resume = "auto";
+  Recorder again;
+  run(config, again);
+  CHECK(again.first_step == 2);
+  CHECK_FALSE(fs::exists(partial));
+  CHECK(list_checkpoints(config.output_dir).size() == 2);
+}
+
+TEST_CASE("export gives the masters or the weights under their own names, and trains on") {
+  const Bench bench;
+  TrainConfig config = bench.config("run");
+  Recorder recorder;
+  run(config, recorder);
+  const ExportSummary fp32 = export_model(config.output_dir, bench.output("fp32"), {});
+  CHECK(fp32.type == model::ElementType::kF32);  // as the config's torch_dtype says
+  export_model(config.output_dir, bench.output("bf16"),
+               {.type = model::ElementType::kBf16, .max_shard_bytes = 20000});
+  CHECK(fs::exists(bench.output("bf16") / "model.safetensors.index.json"));
+  CHECK(read_text_file(bench.output("fp32") / "config.json") ==
+        read_text_file(fs::path(config.model) / "config.json"));
+  const auto masters = model::CheckpointReader::open(bench.output("fp32"));
+  const auto weights = model::CheckpointReader::open(bench.output("bf16"));
+  CHECK(masters.names() == weights.names());
+  for (const std::string& name : masters.names()) {
+    std::vector<float> a(static_cast<size_t>(masters.tensor(name).elements));
+    std::vector<float> b(a.size());
+    masters.read_floats(name, 0, a);
+    weights.read_floats(name, 0, b);
+    for (size_t i = 0; i < a.size(); ++i) REQUIRE(std::abs(a[i] - b[i]) <= std::abs(a[i]) * 0x1p-8);
+  }
+  CHECK_THROWS_WITH(export_model(config.output_dir, bench.output("fp32"), {}),
+                    Catch::Contains("already"));
+
+  // The export is a model to start from: its first loss is where the run had come to.
+  TrainConfig next = bench.config("next");
+  next.model = bench.output("fp32").string();
+  next.max_steps = 1;
+  Recorder on;
+  run(next, on);
+  CHECK(on.steps.front().loss < recorder.steps.front().loss - 0.5);
+}
+
+TEST_CASE("runs that cannot be are refused before anything is written") {
+  const Bench bench;
+  const auto refused = [&](TrainConfig config, ErrorKind kind, const std::string& words) {
+    Recorder recorder;
+    try {
+      run(config, recorder);
+      FAIL("not refused: " << words);
+    } catch (const Error& error) {
+      INFO(error.what());
+      CHECK(error.kind() == kind);
+      CHECK(std::string(error.what()).find(words) != std::string::npos);
+      CHECK(std::string(error.what()).find('\n') == std::string::npos);
+    }
+    CHECK_FALSE(fs::exists(config.output_dir));
+  };
+  TrainConfig config = bench.config("never");
+  config.device_memory = 10000;
+  refused(config, ErrorKind::kDoesNotFit, "device memory");
+  config.offload = OffloadChoice::kNone;
+  refused(config, ErrorKind::kDoesNotFit, "device memory");
+  config = bench.config("never");
+  config.offload = OffloadChoice::kHost;
+  config.host_memory = 1000;
+  refused(config, ErrorKind::kDoesNotFit, "host memory");
+  config = bench.config("never");
+  config.sequence_len = 65;
+  refused(config, ErrorKind::kUsage, "max_position_embeddings");
+  config = bench.config("never");
+  config.model = bench.output("nowhere").string();
+  refused(config, ErrorKind::kUsage, "nowhere");
+  config = bench.config("never");
+  config.device = DeviceChoice::kCuda;
+  refused(config, ErrorKind::kUsage, "cuda");
+}
+
+}  // namespace strata::train
