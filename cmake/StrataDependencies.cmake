@@ -3,6 +3,7 @@
 find_package(Threads REQUIRED)
 find_package(TBB REQUIRED)
 find_package(dnnl REQUIRED)
+find_package(OpenMP REQUIRED COMPONENTS CXX) # oneDNN's runtime, of which we set the thread count
 find_package(fmt REQUIRED)
 find_package(spdlog REQUIRED)
 find_package(nlohmann_json REQUIRED)
