@@ -25,7 +25,7 @@ mkdir -p "$directory"
 directory=$(cd "$directory" && pwd)
 
 echo "== Packages"
-"$root/scripts/setup.sh"
+"$root/scripts/setup.sh" --demo
 
 echo "== Build"
 cd "$root"

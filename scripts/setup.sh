@@ -3,6 +3,7 @@
 #
 #   scripts/setup.sh               everything
 #   scripts/setup.sh --build-only  what a build without tests needs (cmake -DSTRATA_TESTS=OFF)
+#   scripts/setup.sh --demo        that, and the text that scripts/demo.sh trains on
 set -euo pipefail
 
 build_packages=(
@@ -16,9 +17,8 @@ test_packages=(
   clang-format clang-tidy catch2
   # The PyTorch oracle. With the reference BLAS instead of OpenBLAS it is 150 times slower.
   python3-numpy python3-torch libopenblas0-pthread
-  # Text to train on.
-  bible-kjv bible-kjv-text
 )
+demo_packages=(bible-kjv bible-kjv-text)
 
 fail() {
   echo "setup.sh: $*" >&2
@@ -26,13 +26,14 @@ fail() {
 }
 
 usage() {
-  sed -n '2,5s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
 }
 
-packages=("${build_packages[@]}" "${test_packages[@]}")
+packages=("${build_packages[@]}" "${test_packages[@]}" "${demo_packages[@]}")
 while (($#)); do
   case "$1" in
     --build-only) packages=("${build_packages[@]}") ;;
+    --demo) packages=("${build_packages[@]}" "${demo_packages[@]}") ;;
     -h | --help) usage; exit 0 ;;
     *) fail "unknown argument '$1'; --help shows what there is" ;;
   esac

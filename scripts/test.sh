@@ -104,7 +104,7 @@ if ! $quick; then
   fi
 
   section "tsan: ThreadSanitizer"
-  export TSAN_OPTIONS="second_deadlock_stack=1${TSAN_OPTIONS:+:$TSAN_OPTIONS}"
+  export TSAN_OPTIONS="second_deadlock_stack=1:suppressions=$PWD/tests/tsan_suppressions.txt${TSAN_OPTIONS:+:$TSAN_OPTIONS}"
   if build tsan threaded_tests; then
     run_tests tsan --tests-regex '^(gpu|pipeline|model|train)_test:'
   fi

@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "base/file.h"
 #include "catch.h"
-#include "model/temporary_directory.h"
+#include "temporary_directory.h"
 
 namespace strata::model {
 namespace {

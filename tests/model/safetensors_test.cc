@@ -16,7 +16,7 @@
 #include "base/error.h"
 #include "base/random.h"
 #include "catch.h"
-#include "model/temporary_directory.h"
+#include "temporary_directory.h"
 
 namespace strata::model {
 namespace {

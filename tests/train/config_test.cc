@@ -6,7 +6,7 @@
 
 #include "base/error.h"
 #include "catch.h"
-#include "train/temporary_directory.h"
+#include "temporary_directory.h"
 
 namespace strata::train {
 namespace {

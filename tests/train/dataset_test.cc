@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "base/random.h"
 #include "catch.h"
-#include "train/temporary_directory.h"
+#include "temporary_directory.h"
 
 namespace strata::train {
 namespace {

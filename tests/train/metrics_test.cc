@@ -12,7 +12,7 @@
 #include "base/random.h"
 #include "catch.h"
 #include "train/process_memory.h"
-#include "train/temporary_directory.h"
+#include "temporary_directory.h"
 
 namespace strata::train {
 namespace {

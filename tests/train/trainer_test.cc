@@ -10,7 +10,7 @@
 #include "model/safetensors.h"
 #include "train/checkpoint.h"
 #include "train/export.h"
-#include "train/temporary_directory.h"
+#include "temporary_directory.h"
 
 namespace strata::train {
 namespace {

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-namespace strata::train {
+namespace strata {
 
 class TemporaryDirectory {
  public:
@@ -26,6 +26,7 @@ class TemporaryDirectory {
     std::filesystem::remove_all(path_, ignored);
   }
 
+  [[nodiscard]] const std::filesystem::path& path() const noexcept { return path_; }
   [[nodiscard]] std::string path(std::string_view name) const { return (path_ / name).string(); }
 
   /// Writes a file and returns its path.
@@ -53,4 +54,4 @@ std::string message_of(Call&& call) {
   return "";
 }
 
-}  // namespace strata::train
+}  // namespace strata
