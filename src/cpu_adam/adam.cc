@@ -9,13 +9,13 @@
 #if HWY_ONCE
 
 #include <fmt/format.h>
-#include <oneapi/tbb/parallel_for.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "cpu_adam/definition.h"
 #include "cpu_adam/reduction.h"
 
@@ -91,14 +91,12 @@ void update(tbb::task_arena& arena, const Shard& shard, std::span<const Segment>
   check(shard, segments);
   if (shard.count == 0) return;
   const int64_t chunks = (shard.count - 1) / kChunkElements + 1;
-  arena.execute([&] {
-    tbb::parallel_for(int64_t{0}, chunks, [&](int64_t chunk) {
-      const int64_t begin = chunk * kChunkElements;
-      const int64_t end = std::min(begin + kChunkElements, shard.count);
-      for_each_run(segments, begin, end, [&](int64_t run_begin, int64_t run_end, bool decays) {
-        HWY_DYNAMIC_DISPATCH(update_run)
-        (shard, run_begin, run_end, constants, decays ? constants.decay : 0.0F);
-      });
+  for_each_index(arena, chunks, [&](int64_t chunk) {
+    const int64_t begin = chunk * kChunkElements;
+    const int64_t end = std::min(begin + kChunkElements, shard.count);
+    for_each_run(segments, begin, end, [&](int64_t run_begin, int64_t run_end, bool decays) {
+      HWY_DYNAMIC_DISPATCH(update_run)
+      (shard, run_begin, run_end, constants, decays ? constants.decay : 0.0F);
     });
   });
 }
@@ -117,12 +115,10 @@ double sum_of_squares(tbb::task_arena& arena, const void* gradient, DType dtype,
   const int64_t part_elements = sum_part_elements(count);
   const int64_t parts = (count - 1) / part_elements + 1;
   SumParts sums{};
-  arena.execute([&] {
-    tbb::parallel_for(int64_t{0}, parts, [&](int64_t part) {
-      const int64_t begin = part * part_elements;
-      const int64_t end = std::min(begin + part_elements, count);
-      sums[static_cast<size_t>(part)] = HWY_DYNAMIC_DISPATCH(sum_part)(gradient, dtype, begin, end);
-    });
+  for_each_index(arena, parts, [&](int64_t part) {
+    const int64_t begin = part * part_elements;
+    const int64_t end = std::min(begin + part_elements, count);
+    sums[static_cast<size_t>(part)] = HWY_DYNAMIC_DISPATCH(sum_part)(gradient, dtype, begin, end);
   });
   return sum_by_halves(sums);
 }

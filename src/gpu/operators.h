@@ -82,7 +82,9 @@ struct RotaryArgs {
 /// memory. q is [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim]; rows of q, k, v
 /// and their gradients share one stride. Head h reads kv head h / (heads / kv_heads). Sequences are
 /// the token ranges [sequence_offsets[i], sequence_offsets[i+1]); tokens after the last offset give
-/// zeros. out is [tokens, heads, head_dim], contiguous.
+/// zeros. out is [tokens, heads, head_dim], contiguous. Scores and sums are fp32; probabilities
+/// and gradients of scores are rounded to `dtype` for the products that they enter. Infinities and
+/// NaNs may reach earlier tokens of their sequence, as 0 times them.
 struct AttentionArgs {
   int64_t tokens = 0, heads = 0, kv_heads = 0, head_dim = 0;
   int64_t sequences = 0;
@@ -102,7 +104,8 @@ struct AttentionArgs {
 /// The gradients of attention. dq, dk, dv are written (not accumulated), rows of stride
 /// dqkv_stride. Rabe and Staats 2021 / Dao et al. 2022, algorithm 4: the scores are recomputed.
 struct AttentionBackwardArgs {
-  AttentionArgs forward;  // as in the forward call; out and log_sum_exp hold its results
+  AttentionArgs forward;  // as in the forward call, whose results out and log_sum_exp hold; scratch
+                          // is this call's, of attention_backward_scratch_bytes
   const void* dout = nullptr;
   void* dq = nullptr;
   void* dk = nullptr;
@@ -152,8 +155,8 @@ struct EmbeddingBackwardArgs {
 /// vocabulary] fp32. For a row with target >= 0, *loss_sum += logsumexp - logit[target] (rows in
 /// order, in double), and dlogits = (softmax - onehot) * gradient_scale; rows with a negative
 /// target add nothing and get zeros. dlogits (of `dtype`) may be null (loss only) or start where
-/// logits does, with dlogits_stride counted in its own elements, such that row t of it does not
-/// reach beyond row t of logits.
+/// logits does, with dlogits_stride counted in its own elements, such that row t of it lies
+/// within row t of logits: dlogits_stride * size <= logits_stride * 4.
 struct CrossEntropyArgs {
   int64_t rows = 0, vocabulary = 0;
   DType dtype = DType::kBf16;  // of dlogits

@@ -11,8 +11,8 @@
 #include "base/file.h"
 #include "base/random.h"
 #include "catch.h"
-#include "train/process_memory.h"
 #include "temporary_directory.h"
+#include "train/process_memory.h"
 
 namespace strata::train {
 namespace {

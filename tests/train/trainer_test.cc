@@ -8,9 +8,9 @@
 #include "base/random.h"
 #include "catch.h"
 #include "model/safetensors.h"
+#include "temporary_directory.h"
 #include "train/checkpoint.h"
 #include "train/export.h"
-#include "temporary_directory.h"
 
 namespace strata::train {
 namespace {

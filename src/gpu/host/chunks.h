@@ -2,12 +2,12 @@
 // depends on which thread runs a chunk.
 #pragma once
 
-#include <oneapi/tbb/parallel_for.h>
 #include <oneapi/tbb/task_arena.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
+
+#include "base/parallel.h"
 
 namespace strata::gpu::host {
 
@@ -30,20 +30,8 @@ template <class Body>
 void for_each_chunk(tbb::task_arena& arena, int64_t count, int64_t chunk, const Body& body) {
   if (count <= 0) return;
   if (count <= chunk) return body(int64_t{0}, count);
-  // oneTBB itself orders the chunks after what came before the call and ahead of what follows it,
-  // but in a library that ThreadSanitizer does not see into: these two atomics say the same in its
-  // terms.
-  std::atomic<bool> begun = false;
-  std::atomic<int64_t> ended = 0;
-  begun.store(true, std::memory_order_release);
-  arena.execute([&] {
-    tbb::parallel_for(int64_t{0}, ceil_div(count, chunk), [&](int64_t i) {
-      static_cast<void>(begun.load(std::memory_order_acquire));
-      body(i * chunk, std::min((i + 1) * chunk, count));
-      ended.fetch_add(1, std::memory_order_release);
-    });
-  });
-  static_cast<void>(ended.load(std::memory_order_acquire));
+  for_each_index(arena, ceil_div(count, chunk),
+                 [&](int64_t i) { body(i * chunk, std::min((i + 1) * chunk, count)); });
 }
 
 }  // namespace strata::gpu::host

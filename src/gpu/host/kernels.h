@@ -18,6 +18,7 @@ void rms_norm_backward(const RmsNormBackwardArgs& args, tbb::task_arena& arena);
 
 void rotary(const RotaryArgs& args, tbb::task_arena& arena);
 
+// `threads` is the arena's max_concurrency: each has a part of the scratch memory.
 [[nodiscard]] size_t attention_scratch_bytes(const AttentionArgs& args, int threads);
 void attention(const AttentionArgs& args, tbb::task_arena& arena);
 [[nodiscard]] size_t attention_backward_scratch_bytes(const AttentionBackwardArgs& args,

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <limits>
 
 #include "gpu/host/chunks.h"
 #include "gpu/host/kernels.h"
@@ -20,20 +21,32 @@ int64_t even_piece(int64_t length, int64_t most, int64_t multiple) {
   return std::min(length, ceil_div(ceil_div(length, pieces), multiple) * multiple);
 }
 
-// Measured with oneDNN 2.6 on Zen 4 in bf16, against one product of the whole on as many threads:
-// - Whole rows of C, where A is not transposed, leave all tiles dense (serial_gemm.h): 0.98 to 1.01
-//   of the rate with 256 rows, 0.96 with 128. Each tile copies all of B, hence no fewer rows.
-// - Else tiles are strided: about 0.95 to 1.05 with 352 x 1024, 0.97 with 256 x 512, 0.93 with
-//   128 x 128 of a product that is small altogether. Their width bounds what oneDNN allocates.
-constexpr int64_t kDenseRows = 256;
-constexpr int64_t kDenseRowsAtLeast = 128;
-constexpr int64_t kStridedRows = 352;
-constexpr int64_t kStridedColumns = 1024;
-constexpr int64_t kStridedRowsAtLeast = 128;
-constexpr int64_t kStridedColumnsAtLeast = 128;
-/// Enough for a few cores to have about the same share; kept in mind that smaller tiles cost more.
-constexpr int64_t kTilesWanted = 8;
-constexpr int64_t kDenseTilesAtLeast = 4;
+constexpr int64_t kAnyNumber = std::numeric_limits<int64_t>::max();
+
+/// Sizes to cut to, and how many tiles make one good enough to stop at it: enough for a few cores
+/// to get about the same share. More would be smaller, and slower on fewer cores.
+struct TileChoice {
+  int64_t most_rows, most_columns, least_tiles;
+};
+
+// Rates beside each are those measured with oneDNN 2.6 on one Zen 4 core in bf16, against one
+// product of the whole.
+
+/// Whole rows of C, where A is not transposed, leave all tiles dense (serial_gemm.h). Each tile
+/// copies all of B, hence no fewer rows.
+constexpr TileChoice kDenseChoices[] = {
+    {256, kAnyNumber, 8},  // 0.98 to 1.01
+    {128, kAnyNumber, 8},  // 0.93 to 0.96
+};
+
+/// The tile's area bounds oneDNN's temporaries.
+constexpr TileChoice kStridedChoices[] = {
+    {352, 1024, 8},  // 0.99 to 1.08
+    {256, 512, 8},   // 0.97 to 1.04
+    {256, 256, 8},   // 0.92 to 1.02
+    {128, 256, 4},   // 0.93 to 0.99
+    {128, 128, 0},   // 0.85 to 0.93
+};
 
 int64_t tiles_of(const MatmulArgs& args, const Tile& tile) {
   return ceil_div(args.m, tile.rows) * ceil_div(args.n, tile.columns);
@@ -46,25 +59,15 @@ bool is_dense(const MatmulArgs& args) {
 
 Tile tile_of(const MatmulArgs& args) {
   if (!args.transpose_a && is_dense(args)) {
-    for (const int64_t rows : {kDenseRows, kDenseRowsAtLeast}) {
-      const Tile tile{even_piece(args.m, rows, 16), args.n};
-      const int64_t tiles = tiles_of(args, tile);
-      if (tiles >= kTilesWanted || (rows == kDenseRowsAtLeast && tiles >= kDenseTilesAtLeast)) {
-        return tile;
-      }
+    for (const TileChoice& choice : kDenseChoices) {
+      const Tile tile{even_piece(args.m, choice.most_rows, 16), args.n};
+      if (tiles_of(args, tile) >= choice.least_tiles) return tile;
     }
   }
-  Tile tile{even_piece(args.m, kStridedRows, 32), even_piece(args.n, kStridedColumns, 64)};
-  while (tiles_of(args, tile) < kTilesWanted) {
-    if (tile.columns >= 2 * tile.rows && tile.columns >= 2 * kStridedColumnsAtLeast) {
-      tile.columns = even_piece(tile.columns, ceil_div(tile.columns, 2), 64);
-    } else if (tile.rows >= 2 * kStridedRowsAtLeast) {
-      tile.rows = even_piece(tile.rows, ceil_div(tile.rows, 2), 32);
-    } else if (tile.columns >= 2 * kStridedColumnsAtLeast) {
-      tile.columns = even_piece(tile.columns, ceil_div(tile.columns, 2), 64);
-    } else {
-      break;
-    }
+  Tile tile;
+  for (const TileChoice& choice : kStridedChoices) {
+    tile = {even_piece(args.m, choice.most_rows, 32), even_piece(args.n, choice.most_columns, 64)};
+    if (tiles_of(args, tile) >= choice.least_tiles) break;
   }
   return tile;
 }

@@ -15,7 +15,7 @@ extern "C" void omp_set_num_threads(int threads);
 namespace strata::gpu::host {
 namespace {
 
-/// A model needs a few dozen. Compiled code takes some 20 to 100 KiB each.
+/// A model needs a few dozen, of about 70 KiB each.
 constexpr size_t kMaxCompiled = 384;
 
 constexpr std::align_val_t kScratchAlignment{64};
