@@ -172,6 +172,11 @@ TEST_CASE("amounts of memory are read") {
   CHECK(parse_bytes("1.9B") == 1);
   CHECK(parse_bytes("0.3KiB") == 307);
   CHECK(parse_bytes("8191PiB") == size_t{8191} << 50);
+  // No digit is lost to binary fractions.
+  CHECK(parse_bytes("64.1GB") == 64'100'000'000);
+  CHECK(parse_bytes("1.001KB") == 1001);
+  CHECK(parse_bytes("9007199254740993") == 9007199254740993);
+  CHECK(parse_bytes("9223372036854775807") == size_t{INT64_MAX});
 }
 
 TEST_CASE("what is no amount of memory is quoted and refused") {
@@ -194,6 +199,7 @@ TEST_CASE("amounts of memory are written with one decimal") {
   CHECK(format_bytes(312) == "312 B");
   CHECK(format_bytes(1023) == "1023 B");
   CHECK(format_bytes(1024) == "1.0 KiB");
+  CHECK(format_bytes(kMiB - 1) == "1.0 MiB");
   CHECK(format_bytes(kMiB + kMiB / 2) == "1.5 MiB");
   CHECK(format_bytes(24 * kGiB) == "24.0 GiB");
   CHECK(format_bytes(3072 * kGiB) == "3.0 TiB");
