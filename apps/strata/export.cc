@@ -31,7 +31,7 @@ void run(const Arguments& arguments) {
                                       {"dtype", model::name_of(summary.type)},
                                       {"tensors", summary.tensors},
                                       {"bytes", summary.bytes}};
-    fmt::print("{}\n", json.dump(1));
+    fmt::print("{}\n", json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace));
     return;
   }
   fmt::print("wrote {} tensors, {} as {}, from {} to {}\n", summary.tensors,

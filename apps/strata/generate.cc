@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "apps/strata/commands.h"
+#include "base/bytes.h"
 #include "base/error.h"
 #include "gpu/host/host_device.h"
 #include "model/generator.h"
@@ -16,6 +17,7 @@
 #include "pipeline/executor.h"
 #include "train/checkpoint.h"
 #include "train/export.h"
+#include "train/process_memory.h"
 
 namespace strata::app {
 namespace {
@@ -58,7 +60,7 @@ std::vector<int32_t> encode_prompt(const Arguments& arguments, int64_t vocabular
 
 void load(const fs::path& source, const model::Llama& llama, pipeline::Executor& executor) {
   if (train::is_checkpoint(source)) {
-    static_cast<void>(train::load_checkpoint(source, llama, executor));
+    train::load_checkpoint(source, llama, executor);
   } else {
     model::load_weights(model::CheckpointReader::open(source), llama, executor);
   }
@@ -66,8 +68,11 @@ void load(const fs::path& source, const model::Llama& llama, pipeline::Executor&
 
 void run(const Arguments& arguments) {
   fs::path source = arguments.source;
-  // A run's directory stands for its newest checkpoint; one with a config.json is a model itself.
-  if (!fs::exists(source / "config.json")) source = train::find_checkpoint(source);
+  // A run's directory stands for its newest checkpoint; another one is a model itself.
+  std::error_code none;
+  if (!train::list_checkpoints(source).empty() || !fs::exists(source / "config.json", none)) {
+    source = train::find_checkpoint(source);
+  }
   const model::LlamaConfig config = model::read_llama_config(source);
   std::vector<int32_t> ids = encode_prompt(arguments, config.vocab_size);
   const int64_t longest = arguments.context > 0
@@ -76,10 +81,19 @@ void run(const Arguments& arguments) {
   const int64_t context =
       std::min(longest, static_cast<int64_t>(ids.size()) + arguments.max_tokens);
 
-  const auto device = gpu::create_host_device({.threads = arguments.threads});
-  const model::Llama llama(config, DType::kBf16, context);
-  pipeline::Executor executor(*device, llama,
-                              model::generation_plan(llama, device->operators(), context), 0);
+  const auto device = gpu::create_host_device(
+      {.threads = arguments.threads, .memory_bytes = train::available_memory_bytes()});
+  const DType dtype =
+      train::is_checkpoint(source) ? train::read_run_state(source).compute_dtype : DType::kBf16;
+  const model::Llama llama(config, dtype, context);
+  pipeline::Plan plan = model::generation_plan(llama, device->operators(), context);
+  const size_t needed = plan.bytes(pipeline::Tier::kDevice) + plan.bytes(pipeline::Tier::kHost);
+  if (const size_t available = train::available_memory_bytes(); needed > available) {
+    throw Error(ErrorKind::kDoesNotFit,
+                fmt::format("generating needs {}, and {} are free; lower --context",
+                            format_bytes(needed), format_bytes(available)));
+  }
+  pipeline::Executor executor(*device, llama, std::move(plan), 0);
   load(source, llama, executor);
   model::Generator generator(llama, executor);
 
@@ -120,24 +134,29 @@ void add_generate(CLI::App& app) {
                    "Output directory of a run, a checkpoint in it, or a Hugging Face directory")
       ->required()
       ->type_name("MODEL");
-  command->add_option("--prompt", arguments->prompt, "Text to continue (byte-level models)");
+  CLI::Option* prompt =
+      command->add_option("--prompt", arguments->prompt, "Text to continue (byte-level models)");
   command->add_option("--prompt-ids", arguments->prompt_ids, "Token ids to continue: 1,2,3")
-      ->delimiter(',');
+      ->delimiter(',')
+      ->excludes(prompt);
   command->add_option("--max-tokens", arguments->max_tokens, "Tokens to generate")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 30))
       ->capture_default_str();
   command->add_option("--temperature", arguments->sampling.temperature, "0: the likeliest token")
       ->check(CLI::Range(0.0, 100.0))
+      ->check([](const std::string& text) {
+        return text.find("nan") == std::string::npos ? "" : "a number is needed";
+      })
       ->capture_default_str();
   command->add_option("--top-k", arguments->sampling.top_k, "Choose among the k likeliest; 0: all")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 30))
       ->capture_default_str();
   command->add_option("--seed", arguments->sampling.seed, "Of the random choices")
       ->capture_default_str();
   command
       ->add_option("--context", arguments->context,
                    "Tokens that the model looks back; 0: all it knows, at most 2048")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 30))
       ->capture_default_str();
   command->add_option("--threads", arguments->threads, "0: one for each core")
       ->check(CLI::Range(0, 1024))

@@ -6,12 +6,13 @@
 #include <new>
 
 #include "apps/strata/commands.h"
+#include "apps/strata/console.h"
 #include "base/error.h"
 
 namespace {
 
 int report(int exit_code, const char* message) {
-  fmt::print(stderr, "strata: {}\n", message);
+  strata::app::say(fmt::format("strata: {}", message));
   return exit_code;
 }
 
@@ -38,11 +39,18 @@ int main(int argc, char** argv) {
   strata::app::add_bench(app);
   try {
     app.parse(argc, argv);
+    if (std::fflush(stdout) != 0) {
+      return report(static_cast<int>(ErrorKind::kFailed), "cannot write to standard output");
+    }
     return 0;
   } catch (const CLI::ParseError& error) {
     return app.exit(error) == 0 ? 0 : static_cast<int>(ErrorKind::kUsage);
   } catch (const strata::Error& error) {
     return report(static_cast<int>(error.kind()), error.what());
+  } catch (const std::filesystem::filesystem_error& error) {
+    const std::string message =
+        fmt::format("cannot use '{}': {}", error.path1().string(), error.code().message());
+    return report(static_cast<int>(ErrorKind::kFailed), message.c_str());
   } catch (const std::bad_alloc&) {
     return report(static_cast<int>(ErrorKind::kFailed),
                   "the machine refused more memory; close other programs or train a smaller model");

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "apps/strata/commands.h"
+#include "apps/strata/console.h"
 #include "base/bytes.h"
 #include "base/error.h"
 #include "train/config.h"
@@ -32,7 +33,7 @@ void print_tier(const pipeline::Plan& plan, pipeline::Tier tier) {
     parts += fmt::format("{}{} {}", parts.empty() ? "" : ", ",
                          name_of(static_cast<pipeline::Purpose>(i)), format_bytes(sums[i]));
   }
-  fmt::print(stderr, "{:<7} {:>10}  ({})\n", name_of(tier), format_bytes(plan.bytes(tier)), parts);
+  say(fmt::format("{:<7} {:>10}  ({})", name_of(tier), format_bytes(plan.bytes(tier)), parts));
 }
 
 class Console final : public train::TrainObserver {
@@ -47,14 +48,17 @@ class Console final : public train::TrainObserver {
       if (run.plan.placement.unit_home[i] == pipeline::Tier::kDevice) ++resident;
     }
     const auto units = static_cast<int64_t>(run.llama.units().size());
-    fmt::print(stderr, "model   {:.1f} M parameters, {} blocks; {}\n",
-               static_cast<double>(parameters) / 1e6, units - 2, run.device.description());
-    fmt::print(stderr, "state   {} of {} units on the device, {} in host memory\n", resident, units,
-               units - resident);
+    say(fmt::format("model   {:.1f} M parameters, {} blocks; {}",
+                    static_cast<double>(parameters) / 1e6, units - 2, run.device.description()));
+    say(fmt::format("state   {} of {} units on the device, {} in host memory", resident, units,
+                    units - resident));
     for (const pipeline::Tier tier : pipeline::kTiers) print_tier(run.plan, tier);
-    fmt::print(stderr, "data    {} windows to train on, {} held out; {} steps of {} tokens\n",
-               run.train_windows, run.eval_windows, run.max_steps,
-               run.plan.shape.tokens * run.plan.shape.micro_batches);
+    say(fmt::format("data    {} windows to train on, {} held out; {} steps of {} tokens",
+                    run.train_windows, run.eval_windows, run.max_steps,
+                    run.plan.shape.tokens * run.plan.shape.micro_batches));
+    // From here on there is a step to finish; before, a signal ends the process as usual.
+    std::signal(SIGINT, request_stop);
+    std::signal(SIGTERM, request_stop);
     progress_ = std::make_unique<train::ProgressReporter>(
         train::ProgressOptions{.out = stderr,
                                .terminal = train::is_terminal(stderr),
@@ -80,7 +84,7 @@ class Console final : public train::TrainObserver {
     if (progress_) {
       progress_->message(message);
     } else {
-      fmt::print(stderr, "{}\n", message);
+      say(std::string(message));
     }
   }
   void finish() {
@@ -97,7 +101,7 @@ class Console final : public train::TrainObserver {
 void print_json(const train::TrainOutcome& outcome, const train::TrainMetrics& last) {
   nlohmann::ordered_json json{{"schema", 1},
                               {"step", outcome.step},
-                              {"loss", last.loss},
+                              {"loss", nullptr},
                               {"eval_loss", nullptr},
                               {"tokens", last.tokens},
                               {"seconds", outcome.seconds},
@@ -105,8 +109,9 @@ void print_json(const train::TrainOutcome& outcome, const train::TrainMetrics& l
                               {"interrupted", outcome.interrupted},
                               {"planned_bytes", outcome.planned_bytes},
                               {"peak_resident_bytes", outcome.peak_resident_bytes}};
+  if (last.step > 0) json["loss"] = last.loss;
   if (outcome.eval_loss) json["eval_loss"] = *outcome.eval_loss;
-  fmt::print("{}\n", json.dump(1));
+  fmt::print("{}\n", json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
 void run(const std::string& config_path,
@@ -116,14 +121,13 @@ void run(const std::string& config_path,
   for (const auto& [key, text] : flags) train::set(config, key, text);
   train::check(config);
 
-  std::signal(SIGINT, request_stop);
-  std::signal(SIGTERM, request_stop);
+  std::signal(SIGPIPE, SIG_IGN);  // a reader of the log that went away does not end the run
   Console console(config.logging_steps);
   const train::TrainOutcome outcome =
       train::train(config, console, [] { return stop_signal != 0; });
   console.finish();
-  fmt::print(stderr, "memory  planned {}, measured at its peak {}, the program itself included\n",
-             format_bytes(outcome.planned_bytes), format_bytes(outcome.peak_resident_bytes));
+  say(fmt::format("memory  planned {}, measured at its peak {}, the program itself included",
+                  format_bytes(outcome.planned_bytes), format_bytes(outcome.peak_resident_bytes)));
   if (json) print_json(outcome, console.last());
   if (outcome.interrupted) {
     throw Error(
@@ -132,8 +136,8 @@ void run(const std::string& config_path,
                     "--resume auto goes on from there",
                     outcome.step, outcome.checkpoint.string()));
   }
-  fmt::print(stderr, "done    {} steps in {}; files are in {}\n", outcome.step,
-             train::format_duration(outcome.seconds), config.output_dir);
+  say(fmt::format("done    {} steps in {}; files are in {}", outcome.step,
+                  train::format_duration(outcome.seconds), config.output_dir));
 }
 
 }  // namespace
@@ -167,7 +171,16 @@ void add_train(CLI::App& app) {
       "  strata train --model model/ --datasets book.txt --output_dir runs/book --offload host\n"
       "  strata train config.yaml --resume auto\n"
       "Ctrl-C finishes the step in hand, saves it and exits with 130.");
-  command->callback([arguments] { run(arguments->config, arguments->flags, arguments->json); });
+  // Left to us, so that a misspelt key is answered with the nearest one.
+  command->allow_extras();
+  command->callback([command, arguments] {
+    for (const std::string& extra : command->remaining()) {
+      if (extra.starts_with("--"))
+        static_cast<void>(train::find_key(extra.substr(2, extra.find('=') - 2)));
+      throw usage_error(fmt::format("'{}' was not expected; see 'strata train --help'", extra));
+    }
+    run(arguments->config, arguments->flags, arguments->json);
+  });
 }
 
 }  // namespace strata::app

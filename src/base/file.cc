@@ -15,12 +15,14 @@ namespace strata {
 void FdTraits::close(Type fd) noexcept { ::close(fd); }
 
 File File::open_for_read(const std::filesystem::path& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) throw IoError("open", path.string(), errno);
   File file(UniqueFd::adopt(fd), path);
   struct stat status {};
   if (::fstat(fd, &status) != 0) throw IoError("examine", path.string(), errno);
   if (S_ISDIR(status.st_mode)) throw IoError("read", path.string(), EISDIR);
+  // A pipe would block for ever, and has neither size nor positions.
+  if (!S_ISREG(status.st_mode)) throw IoError("read", path.string(), ESPIPE);
   return file;
 }
 

@@ -2,13 +2,14 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <oneapi/tbb/parallel_for.h>
+#include <oneapi/tbb/task_arena.h>
 
 #include <algorithm>
 #include <vector>
 
 #include "base/bf16.h"
 #include "base/error.h"
+#include "base/parallel.h"
 #include "base/random.h"
 
 namespace strata::model {
@@ -111,6 +112,8 @@ void load_weights(const CheckpointReader& reader, const Llama& llama, Executor& 
 void initialize_weights(uint64_t seed, const Llama& llama, Executor& executor) {
   MasterWriter writer(llama, executor);
   std::vector<float> values;
+  constexpr int64_t kBlock = 4096;
+  tbb::task_arena arena;
   const double deviation = llama.config().initializer_range;
   for (size_t t = 0; t < llama.tensors().size(); ++t) {
     const TensorPlace& place = llama.tensors()[t];
@@ -118,9 +121,10 @@ void initialize_weights(uint64_t seed, const Llama& llama, Executor& executor) {
     for_each_piece(place.tensor.elements(), [&](int64_t begin, int64_t count) {
       values.assign(static_cast<size_t>(count), 1.0F);
       if (!is_norm) {
-        tbb::parallel_for(tbb::blocked_range<int64_t>(0, count, 4096), [&](const auto& range) {
-          CounterRandom random(seed, t, static_cast<uint64_t>(begin + range.begin()));
-          for (int64_t i = range.begin(); i < range.end(); ++i) {
+        for_each_index(arena, (count - 1) / kBlock + 1, [&](int64_t block) {
+          const int64_t first = block * kBlock;
+          CounterRandom random(seed, t, static_cast<uint64_t>(begin + first));
+          for (int64_t i = first; i < std::min(first + kBlock, count); ++i) {
             values[static_cast<size_t>(i)] = static_cast<float>(deviation * random.next_normal());
           }
         });

@@ -98,9 +98,49 @@ void remove_leftovers(const fs::path& directory) {
   }
 }
 
+/// Removes a checkpoint, if there is one. It is renamed first: a removal that is cut off must not
+/// leave half of it under a good name.
+void discard(const fs::path& checkpoint) {
+  if (!fs::exists(checkpoint)) return;
+  const fs::path doomed = checkpoint.string() + ".old" + std::string(kPartial);
+  fs::rename(checkpoint, doomed);
+  fs::remove_all(doomed);
+}
+
 Error damaged(const fs::path& checkpoint, const std::string& what) {
   return usage_error(
       fmt::format("'{}' {}; resume from an older checkpoint", checkpoint.string(), what));
+}
+
+/// trainer_state.json of a checkpoint in a format that this version reads.
+nlohmann::json read_run_file(const fs::path& checkpoint) {
+  if (!is_checkpoint(checkpoint)) {
+    throw usage_error(fmt::format("'{}' is not a checkpoint: there is no {} in it",
+                                  checkpoint.string(), kRunFile));
+  }
+  nlohmann::json run = nlohmann::json::parse(read_text_file(checkpoint / kRunFile), nullptr, false);
+  if (!run.is_object() || !run.contains("format") || !run["xxh3_64"].is_object()) {
+    throw damaged(checkpoint, fmt::format("has a broken {}", kRunFile));
+  }
+  if (run["format"] != kFormat) {
+    throw usage_error(fmt::format("'{}' is a checkpoint of format {}, and this version reads {}",
+                                  checkpoint.string(), run["format"].dump(), kFormat));
+  }
+  return run;
+}
+
+model::SafetensorsFile open_state(const fs::path& checkpoint) {
+  try {
+    return model::SafetensorsFile::open(checkpoint / kStateFile);
+  } catch (const Error& error) {
+    throw damaged(checkpoint, fmt::format("is damaged ({})", error.what()));
+  }
+}
+
+void check_sum(const fs::path& checkpoint, const nlohmann::json& checksums, const std::string& name,
+               const Checksum& checksum) {
+  if (checksums.value(name, "") == checksum.text()) return;
+  throw damaged(checkpoint, fmt::format("is damaged: the checksum of tensor '{}' differs", name));
 }
 
 }  // namespace
@@ -113,7 +153,8 @@ std::vector<fs::path> list_checkpoints(const fs::path& directory) {
   std::vector<std::pair<int64_t, fs::path>> found;
   std::error_code missing;
   for (const fs::directory_entry& entry : fs::directory_iterator(directory, missing)) {
-    if (const auto step = step_of(entry.path())) found.emplace_back(*step, entry.path());
+    const auto step = step_of(entry.path());
+    if (step && is_checkpoint(entry.path())) found.emplace_back(*step, entry.path());
   }
   std::sort(found.begin(), found.end());
   std::vector<fs::path> paths;
@@ -121,7 +162,10 @@ std::vector<fs::path> list_checkpoints(const fs::path& directory) {
   return paths;
 }
 
-bool is_checkpoint(const fs::path& path) { return fs::exists(path / kRunFile); }
+bool is_checkpoint(const fs::path& path) {
+  std::error_code none;
+  return fs::exists(path / kRunFile, none);
+}
 
 fs::path checkpoint_state_file(const fs::path& checkpoint) { return checkpoint / kStateFile; }
 
@@ -159,10 +203,11 @@ void save_checkpoint(const fs::path& directory, const RunState& state, const mod
         {"data", {{"epoch", state.data.epoch}, {"index", state.data.index}}},
         {"seed", state.seed},
         {"compute_dtype", name_of(llama.dtype())},
+        {"data_fingerprint", state.data_fingerprint},
         {"xxh3_64", checksums}};
     write_text_file_atomically(partial / kRunFile, run.dump(1) + "\n");
     sync_directory(partial);
-    fs::remove_all(target);
+    discard(target);
     fs::rename(partial, target);
     sync_directory(directory);
   } catch (...) {
@@ -173,44 +218,40 @@ void save_checkpoint(const fs::path& directory, const RunState& state, const mod
   if (keep <= 0) return;
   const std::vector<fs::path> all = list_checkpoints(directory);
   for (size_t i = 0; i + static_cast<size_t>(keep) < all.size(); ++i) {
-    // Renamed first: a removal that is cut off must not leave half a checkpoint under a good name.
-    const fs::path doomed = all[i].string() + std::string(kPartial);
-    fs::rename(all[i], doomed);
-    fs::remove_all(doomed);
+    discard(all[i]);
   }
 }
 
-RunState load_checkpoint(const fs::path& checkpoint, const model::Llama& llama,
-                         pipeline::Executor& executor) {
-  if (!is_checkpoint(checkpoint)) {
-    throw usage_error(fmt::format("'{}' is not a checkpoint: there is no {} in it",
-                                  checkpoint.string(), kRunFile));
-  }
+RunState read_run_state(const fs::path& checkpoint) {
+  const nlohmann::json run = read_run_file(checkpoint);
   RunState state;
-  nlohmann::json checksums;
   try {
-    const auto run = nlohmann::json::parse(read_text_file(checkpoint / kRunFile));
-    if (run.at("format").get<int>() != kFormat) {
-      throw usage_error(fmt::format("'{}' is a checkpoint of format {}, and this version reads {}",
-                                    checkpoint.string(), run.at("format").dump(), kFormat));
-    }
-    if (const auto dtype = run.at("compute_dtype").get<std::string>();
-        dtype != name_of(llama.dtype())) {
-      throw usage_error(fmt::format("'{}' was trained with compute_dtype {}, not {}",
-                                    checkpoint.string(), dtype, name_of(llama.dtype())));
-    }
     state.step = run.at("step").get<int64_t>();
     state.optimizer_steps = run.at("optimizer_steps").get<int64_t>();
     state.tokens = run.at("tokens").get<int64_t>();
     state.data.epoch = run.at("data").at("epoch").get<int64_t>();
     state.data.index = run.at("data").at("index").get<int64_t>();
     state.seed = run.at("seed").get<uint64_t>();
-    checksums = run.at("xxh3_64");
+    state.data_fingerprint = run.at("data_fingerprint").get<std::string>();
+    state.compute_dtype =
+        run.at("compute_dtype") == name_of(DType::kF32) ? DType::kF32 : DType::kBf16;
   } catch (const nlohmann::json::exception& error) {
     throw damaged(checkpoint, fmt::format("has a broken {} ({})", kRunFile, error.what()));
   }
+  if (state.step < 0 || state.optimizer_steps < 0 || state.tokens < 0) {
+    throw damaged(checkpoint, fmt::format("has negative counts in {}", kRunFile));
+  }
+  return state;
+}
 
-  const auto file = model::SafetensorsFile::open(checkpoint_state_file(checkpoint));
+void load_checkpoint(const fs::path& checkpoint, const model::Llama& llama,
+                     pipeline::Executor& executor) {
+  const nlohmann::json checksums = read_run_file(checkpoint)["xxh3_64"];
+  if (const DType dtype = read_run_state(checkpoint).compute_dtype; dtype != llama.dtype()) {
+    throw usage_error(fmt::format("'{}' was trained with compute_dtype {}, not {}",
+                                  checkpoint.string(), name_of(dtype), name_of(llama.dtype())));
+  }
+  const model::SafetensorsFile file = open_state(checkpoint);
   std::vector<std::byte> piece;
   for (const StateTensor& tensor : state_tensors(llama)) {
     const std::string& name = tensor.header.name;
@@ -229,12 +270,24 @@ RunState load_checkpoint(const fs::path& checkpoint, const model::Llama& llama,
       checksum.add(piece);
       executor.write_state(tensor.unit, tensor.kind, tensor.offset_bytes + begin, piece);
     });
-    if (checksums.value(name, "") != checksum.text()) {
-      throw damaged(checkpoint,
-                    fmt::format("is damaged: the checksum of tensor '{}' differs", name));
-    }
+    check_sum(checkpoint, checksums, name, checksum);
   }
-  return state;
+}
+
+void verify_masters(const fs::path& checkpoint) {
+  const nlohmann::json checksums = read_run_file(checkpoint)["xxh3_64"];
+  const model::SafetensorsFile file = open_state(checkpoint);
+  std::vector<std::byte> piece;
+  for (const model::TensorInfo& tensor : file.tensors()) {
+    if (!tensor.name.starts_with("weight.") && !tensor.name.starts_with("residual.")) continue;
+    Checksum checksum;
+    for_each_piece(static_cast<size_t>(tensor.size_bytes), [&](size_t begin, size_t size) {
+      piece.resize(size);
+      file.read(tensor, static_cast<int64_t>(begin), piece);
+      checksum.add(piece);
+    });
+    check_sum(checkpoint, checksums, tensor.name, checksum);
+  }
 }
 
 }  // namespace strata::train

@@ -21,6 +21,8 @@ struct RunState {
   int64_t tokens = 0;           // trained on, unmasked
   DataPosition data;
   uint64_t seed = 0;  // all random choices follow from it and the positions above
+  DType compute_dtype = DType::kBf16;
+  std::string data_fingerprint;  // Datasets' windows and their order: what `data` is a position in
   friend bool operator==(const RunState&, const RunState&) = default;
 };
 
@@ -33,6 +35,7 @@ struct RunState {
 [[nodiscard]] std::vector<std::filesystem::path> list_checkpoints(
     const std::filesystem::path& directory);
 
+/// Whether there is a whole checkpoint at `path`.
 [[nodiscard]] bool is_checkpoint(const std::filesystem::path& path);
 /// The safetensors file with a checkpoint's tensors.
 [[nodiscard]] std::filesystem::path checkpoint_state_file(const std::filesystem::path& checkpoint);
@@ -44,9 +47,16 @@ struct RunState {
 void save_checkpoint(const std::filesystem::path& directory, const RunState& state,
                      const model::Llama& llama, pipeline::Executor& executor, int64_t keep);
 
+/// What a checkpoint remembers beside its tensors. A usage error names the checkpoint and what is
+/// wrong with it.
+[[nodiscard]] RunState read_run_state(const std::filesystem::path& checkpoint);
+
 /// Fills the executor's state, checking every tensor's checksum on the way. A usage error names the
-/// checkpoint and what is wrong: not a checkpoint, of another model or number format, or damaged.
-[[nodiscard]] RunState load_checkpoint(const std::filesystem::path& checkpoint,
-                                       const model::Llama& llama, pipeline::Executor& executor);
+/// checkpoint and what is wrong: of another model or number format, or damaged.
+void load_checkpoint(const std::filesystem::path& checkpoint, const model::Llama& llama,
+                     pipeline::Executor& executor);
+
+/// Reads all masters (weights and residuals) and throws as load_checkpoint where one is damaged.
+void verify_masters(const std::filesystem::path& checkpoint);
 
 }  // namespace strata::train

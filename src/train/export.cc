@@ -42,7 +42,11 @@ ExportSummary export_model(const fs::path& source, const fs::path& directory,
                                     directory.string(), name));
     }
   }
+  if (fs::exists(directory / "metrics.jsonl") || !list_checkpoints(directory).empty()) {
+    throw usage_error(fmt::format("'{}' holds a run; name another directory", directory.string()));
+  }
   const model::LlamaConfig config = model::read_llama_config(checkpoint);
+  verify_masters(checkpoint);
   const auto file = model::SafetensorsFile::open(checkpoint_state_file(checkpoint));
   const ElementType type = options.type.value_or(
       config.torch_dtype == "float32" ? ElementType::kF32 : ElementType::kBf16);
@@ -83,8 +87,8 @@ ExportSummary export_model(const fs::path& source, const fs::path& directory,
     ++summary.tensors;
     summary.bytes += weight->elements * (type == ElementType::kF32 ? 4 : 2);
   }
-  writer.finish();
   write_text_file_atomically(directory / "config.json", config.text);
+  writer.finish();
   return summary;
 }
 

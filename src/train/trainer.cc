@@ -1,6 +1,8 @@
 #include "train/trainer.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -73,8 +75,9 @@ class StepBatches {
                                                         [](int32_t target) { return target >= 0; });
                            });
   }
-  [[nodiscard]] size_t memory_bytes() const {
-    return (2 * batches_.size() + 1) * positions_.size() * sizeof(int32_t);
+  [[nodiscard]] static size_t memory_bytes(int64_t micro_batches, int64_t tokens) {
+    return static_cast<size_t>(2 * micro_batches + 1) * static_cast<size_t>(tokens) *
+           sizeof(int32_t);
   }
 
  private:
@@ -84,7 +87,7 @@ class StepBatches {
 };
 
 Plan make_plan(const TrainConfig& config, const gpu::Device& device, gpu::Operators& operators,
-               const model::Llama& llama) {
+               const model::Llama& llama, size_t data_bytes) {
   const pipeline::StepShape shape{.micro_batches = config.gradient_accumulation_steps,
                                   .tokens = config.micro_batch_size * config.sequence_len,
                                   .max_sequences = config.micro_batch_size};
@@ -113,11 +116,11 @@ Plan make_plan(const TrainConfig& config, const gpu::Device& device, gpu::Operat
           ? "raise device_memory, lower micro_batch_size, or let state rest in host memory with "
             "offload: host"
           : "raise device_memory, or lower micro_batch_size or sequence_len");
-  require("host memory", plan.bytes(Tier::kHost), host_bytes,
+  require("host memory", plan.bytes(Tier::kHost) + data_bytes, host_bytes,
           "raise host_memory or choose a smaller model");
   if (device.kind() == "host") {
     require("this machine's memory for both arenas",
-            plan.bytes(Tier::kDevice) + plan.bytes(Tier::kHost), available,
+            plan.bytes(Tier::kDevice) + plan.bytes(Tier::kHost) + data_bytes, available,
             "lower micro_batch_size or choose a smaller model");
   }
   return plan;
@@ -164,6 +167,20 @@ void prepare_output(const TrainConfig& config, const model::Llama& llama) {
   }
 }
 
+/// Held while a run writes to its directory; a second run on it is refused.
+UniqueFd lock_directory(const fs::path& directory) {
+  UniqueFd fd = UniqueFd::adopt(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (!fd) throw IoError("open", directory.string(), errno);
+  if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
+    if (errno != EWOULDBLOCK) throw IoError("lock", directory.string(), errno);
+    throw usage_error(
+        fmt::format("another run is writing to output_dir '{}'; wait for it to end, "
+                    "or name another directory",
+                    directory.string()));
+  }
+  return fd;
+}
+
 class Run {
  public:
   Run(const TrainConfig& config, TrainObserver& observer) : config_(config), observer_(observer) {}
@@ -177,8 +194,10 @@ class Run {
       outcome.interrupted = stop_requested() && state_.step < max_steps_;
       const bool last = state_.step == max_steps_;
       const auto due = [&](int64_t every) { return every > 0 && state_.step % every == 0; };
-      if (eval_ && (last || due(config_.eval_steps))) outcome.eval_loss = evaluate();
+      // What is there to lose is saved first.
       if (last || outcome.interrupted || due(config_.save_steps)) save();
+      if (outcome.interrupted) break;
+      if (eval_ && (last || due(config_.eval_steps))) outcome.eval_loss = evaluate();
     }
     outcome.step = state_.step;
     outcome.seconds = seconds_since(start);
@@ -203,6 +222,9 @@ class Run {
     }
     const int64_t eval_windows = datasets.eval.window_count();
     const int64_t train_windows = datasets.train.window_count();
+    data_fingerprint_ =
+        fmt::format("{} windows of {}, {} targets, {}", train_windows, config_.sequence_len,
+                    datasets.train.target_count(), config_.shuffle ? "shuffled" : "in order");
     loader_.emplace(std::move(datasets.train), config_.micro_batch_size,
                     static_cast<uint64_t>(config_.seed), config_.shuffle);
     if (eval_windows > 0) eval_.emplace(std::move(datasets.eval), config_.micro_batch_size);
@@ -211,33 +233,26 @@ class Run {
             ? config_.max_steps
             : steps_of_epochs(config_.num_epochs, train_windows,
                               config_.micro_batch_size * config_.gradient_accumulation_steps);
-    batches_ = std::make_unique<StepBatches>(config_.gradient_accumulation_steps,
-                                             config_.micro_batch_size, config_.sequence_len);
-
     llama_.emplace(model_config, config_.compute_dtype, config_.sequence_len);
     const std::optional<fs::path> checkpoint = checkpoint_to_resume();
     const std::optional<fs::path> weights = checkpoint ? std::nullopt : pretrained_weights();
     if (weights) model::check_weights(model::CheckpointReader::open(*weights), *llama_);
     device_ = open_device(config_);
-    Plan plan = make_plan(config_, *device_, device_->operators(), *llama_);
+    Plan plan = make_plan(config_, *device_, device_->operators(), *llama_, data_bytes());
+    if (checkpoint) check_resumable(*checkpoint);
     prepare_output(config_, *llama_);
+    lock_ = lock_directory(config_.output_dir);
 
+    batches_ = std::make_unique<StepBatches>(config_.gradient_accumulation_steps,
+                                             config_.micro_batch_size, config_.sequence_len);
     executor_.emplace(*device_, *llama_, std::move(plan), static_cast<int>(config_.threads));
     if (checkpoint) {
-      state_ = load_checkpoint(*checkpoint, *llama_, *executor_);
-      if (state_.seed != static_cast<uint64_t>(config_.seed)) {
-        throw usage_error(fmt::format("'{}' was trained with seed {}, not {}; a run keeps its seed",
-                                      checkpoint->string(), state_.seed, config_.seed));
-      }
+      load_checkpoint(*checkpoint, *llama_, *executor_);
       loader_->restore(state_.data);
-      if (state_.step >= max_steps_) {
-        throw usage_error(
-            fmt::format("the run is complete: '{}' is at step {} of {}; raise max_steps "
-                        "to train on",
-                        config_.output_dir, state_.step, max_steps_));
-      }
     } else {
       state_.seed = static_cast<uint64_t>(config_.seed);
+      state_.compute_dtype = config_.compute_dtype;
+      state_.data_fingerprint = data_fingerprint_;
       if (weights) {
         model::load_weights(model::CheckpointReader::open(*weights), *llama_, *executor_);
       } else {
@@ -257,8 +272,38 @@ class Run {
                        .first_step = state_.step});
     if (checkpoint) {
       observer_.noted(fmt::format("resumed from '{}'", checkpoint->string()));
+      if (state_.step >= max_steps_) {
+        observer_.noted(fmt::format("the run is complete at step {}; raise max_steps to train on",
+                                    state_.step));
+      }
     } else if (!weights) {
       observer_.noted("the model starts from random weights");
+    }
+  }
+
+  /// Takes over what the checkpoint remembers, if going on from it continues the very same run.
+  void check_resumable(const fs::path& checkpoint) {
+    state_ = read_run_state(checkpoint);
+    const auto refuse = [&](std::string_view what) {
+      throw usage_error(fmt::format("'{}' cannot be continued: {}", checkpoint.string(), what));
+    };
+    if (state_.seed != static_cast<uint64_t>(config_.seed)) {
+      refuse(fmt::format("it was trained with seed {}, not {}", state_.seed, config_.seed));
+    }
+    if (state_.data_fingerprint != data_fingerprint_) {
+      refuse(fmt::format("its data was [{}], and this is [{}]", state_.data_fingerprint,
+                         data_fingerprint_));
+    }
+    if (read_text_file(checkpoint / "config.json") != llama_->config().text) {
+      refuse(fmt::format("its config.json differs from that of '{}'", config_.model));
+    }
+    for (const fs::path& other : list_checkpoints(config_.output_dir)) {
+      if (read_run_state(other).step > state_.step) {
+        refuse(
+            fmt::format("output_dir holds the later '{}'; remove what is later, or name "
+                        "another output_dir",
+                        other.filename().string()));
+      }
     }
   }
 
@@ -280,7 +325,9 @@ class Run {
   }
 
   [[nodiscard]] size_t data_bytes() const {
-    return loader_->memory_bytes() + (eval_ ? eval_->memory_bytes() : 0) + batches_->memory_bytes();
+    return loader_->memory_bytes() + (eval_ ? eval_->memory_bytes() : 0) +
+           StepBatches::memory_bytes(config_.gradient_accumulation_steps,
+                                     config_.micro_batch_size * config_.sequence_len);
   }
 
   [[nodiscard]] size_t planned_bytes() const {
@@ -387,6 +434,8 @@ class Run {
   std::unique_ptr<StepBatches> batches_;
   std::optional<MetricsWriter> metrics_;
   int64_t max_steps_ = 0;
+  std::string data_fingerprint_;
+  UniqueFd lock_;
   RunState state_;
 };
 

@@ -137,9 +137,12 @@ TEST_CASE("an interrupted run resumes to the same bits") {
   CHECK(in_parts == losses(whole));
   CHECK(bytes_of(checkpoint_path(bench.output("parts"), 10)) ==
         bytes_of(checkpoint_path(bench.output("whole"), 10)));
-  // Resuming what is complete is an error that says so, not a second training.
+  // Resuming what is complete says so and trains no more.
   Recorder again;
-  CHECK_THROWS_WITH(run(config, again), Catch::Contains("complete"));
+  CHECK(run(config, again).step == 10);
+  CHECK(again.steps.empty());
+  REQUIRE_FALSE(again.notes.empty());
+  CHECK_THAT(again.notes.back(), Catch::Contains("complete"));
 }
 
 TEST_CASE("accumulation is the same as one large batch, to rounding") {
@@ -174,12 +177,48 @@ TEST_CASE("a damaged checkpoint is refused by name") {
     file.seekp(-5, std::ios::end);
     file.put(byte);
   }
+  CHECK(is_checkpoint(checkpoint));
   config.max_steps = 4;
   config.resume = "auto";
   Recorder again;
   CHECK_THROWS_WITH(run(config, again), Catch::Contains("damaged") && Catch::Contains("moment2"));
   config.seed = 43;
   CHECK_THROWS_AS(run(config, again), Error);
+}
+
+TEST_CASE("only the same run is continued") {
+  const Bench bench;
+  TrainConfig config = bench.config("run");
+  config.max_steps = 4;
+  config.save_steps = 2;
+  Recorder recorder;
+  run(config, recorder);
+  config.resume = "auto";
+  config.max_steps = 6;
+  const auto refused = [&](const TrainConfig& other, const std::string& words) {
+    Recorder again;
+    CHECK_THROWS_WITH(run(other, again), Catch::Contains(words));
+  };
+  TrainConfig other = config;
+  other.seed = 1;
+  refused(other, "seed");
+  other = config;
+  other.sequence_len = 20;
+  refused(other, "data");
+  other = config;
+  other.shuffle = false;
+  refused(other, "data");
+  other = config;
+  other.compute_dtype = DType::kF32;
+  refused(other, "compute_dtype");
+  // Going on from an older checkpoint would leave two histories in one directory.
+  other = config;
+  other.resume = checkpoint_path(config.output_dir, 2).string();
+  refused(other, "checkpoint-000004");
+  other.output_dir = bench.output("branch").string();
+  Recorder branch;
+  CHECK(run(other, branch).step == 6);
+  CHECK(branch.first_step == 2);
 }
 
 TEST_CASE("what an interrupted save left behind is never resumed and is cleared away") {
