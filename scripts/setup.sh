@@ -11,10 +11,14 @@ build_packages=(
   # oneDNN's CMake package asks for OpenCL, which libdnnl-dev only recommends.
   libdnnl-dev ocl-icd-opencl-dev
   libtbb-dev libhwy-dev libcli11-dev libyaml-cpp-dev libspdlog-dev libfmt-dev libxxhash-dev
-  nlohmann-json3-dev
+  liburing-dev libnuma-dev nlohmann-json3-dev
+  libopenmpi-dev openmpi-bin
 )
 test_packages=(
   clang-format clang-tidy catch2
+  libboost-context-dev # fibers of the CUDA emulator
+  fio                  # the disk's referee
+  iproute2             # network namespaces that stand for hosts
   # The PyTorch oracle. With the reference BLAS instead of OpenBLAS it is 150 times slower.
   python3-numpy python3-torch libopenblas0-pthread
 )
