@@ -5,12 +5,14 @@
 #include <hwy/foreach_target.h>
 // After foreach_target.h, which includes this file again for each target.
 #include "cpu_adam/adam-inl.h"
+#include "cpu_adam/sum-inl.h"
 
 #if HWY_ONCE
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 
@@ -18,26 +20,13 @@
 #include "base/parallel.h"
 #include "cpu_adam/definition.h"
 #include "cpu_adam/reduction.h"
+#include "cpu_adam/segments.h"
 
 namespace strata::cpu_adam {
 namespace {
 
-HWY_EXPORT(update_run);
+HWY_EXPORT(update_chunk_vectors);
 HWY_EXPORT(sum_part);
-
-/// Calls run(begin, end, decay) for the pieces of [begin, end) that lie in one segment each.
-template <class Run>
-void for_each_run(std::span<const Segment> segments, int64_t begin, int64_t end, Run run) {
-  int64_t segment_begin = 0;
-  for (const Segment& segment : segments) {
-    if (segment_begin >= end) break;
-    const int64_t segment_end = segment_begin + segment.count;
-    const int64_t run_begin = std::max(begin, segment_begin);
-    const int64_t run_end = std::min(end, segment_end);
-    if (run_begin < run_end) run(run_begin, run_end, segment.decay);
-    segment_begin = segment_end;
-  }
-}
 
 void check(const Shard& shard, std::span<const Segment> segments) {
   STRATA_CHECK(shard.count >= 0, "a shard cannot have a negative number of elements");
@@ -47,6 +36,8 @@ void check(const Shard& shard, std::span<const Segment> segments) {
     covered += segment.count;
   }
   STRATA_CHECK(covered >= shard.count, "the segments must cover the shard");
+  STRATA_CHECK(shard.moment_format == MomentFormat::kF32 || shard.step >= 1,
+               "stochastic rounding needs the step's number");
 }
 
 bool is_fraction(double value) { return value >= 0 && value < 1; }
@@ -72,40 +63,70 @@ StepConstants step_constants(const Hyperparameters& hyper, int64_t step, double 
   require(is_amount(gradient_scale), "the gradient scale", gradient_scale,
           "finite and not negative");
 
-  const auto steps = static_cast<double>(step);
-  const double correction1 = 1 - std::pow(hyper.beta1, steps);
-  const double correction2 = 1 - std::pow(hyper.beta2, steps);
-  return {.gradient_scale = static_cast<float>(gradient_scale),
-          .beta1 = static_cast<float>(hyper.beta1),
-          .one_minus_beta1 = static_cast<float>(1 - hyper.beta1),
-          .beta2 = static_cast<float>(hyper.beta2),
-          .one_minus_beta2 = static_cast<float>(1 - hyper.beta2),
-          .inverse_sqrt_correction2 = static_cast<float>(1 / std::sqrt(correction2)),
-          .step_size = static_cast<float>(hyper.learning_rate / correction1),
-          .epsilon = static_cast<float>(hyper.epsilon),
-          .decay = static_cast<float>(hyper.learning_rate * hyper.weight_decay)};
+  const auto one_minus_beta1 = static_cast<float>(1 - hyper.beta1);
+  const auto one_minus_beta2 = static_cast<float>(1 - hyper.beta2);
+  // 1 - beta^step without cancellation.
+  const auto correction = [step](float one_minus_beta) {
+    return -std::expm1(static_cast<double>(step) *
+                       std::log1p(-static_cast<double>(one_minus_beta)));
+  };
+  const double root2 = std::sqrt(correction(one_minus_beta2));
+  const auto epsilon = static_cast<float>(hyper.epsilon * root2);
+  require(epsilon > 0, "adam_epsilon", hyper.epsilon, "larger, to stay positive in fp32");
+  return {
+      .gradient_scale = static_cast<float>(gradient_scale),
+      .one_minus_beta1 = one_minus_beta1,
+      .one_minus_beta2 = one_minus_beta2,
+      .step_size = static_cast<float>(hyper.learning_rate * root2 / correction(one_minus_beta1)),
+      .epsilon = epsilon,
+      .decay = static_cast<float>(hyper.learning_rate * hyper.weight_decay)};
+}
+
+void update_chunk(const Shard& shard, int64_t chunk, std::span<const Segment> segments,
+                  const StepConstants& constants) {
+  const int64_t begin = chunk * kChunkElements;
+  const int64_t end = std::min(begin + kChunkElements, shard.count);
+  SegmentCursor cursor(segments, constants.decay);
+  HWY_DYNAMIC_DISPATCH(update_chunk_vectors)(shard, begin, end, constants, cursor);
 }
 
 void update(tbb::task_arena& arena, const Shard& shard, std::span<const Segment> segments,
             const StepConstants& constants) {
   check(shard, segments);
-  if (shard.count == 0) return;
-  const int64_t chunks = (shard.count - 1) / kChunkElements + 1;
-  for_each_index(arena, chunks, [&](int64_t chunk) {
-    const int64_t begin = chunk * kChunkElements;
-    const int64_t end = std::min(begin + kChunkElements, shard.count);
-    for_each_run(segments, begin, end, [&](int64_t run_begin, int64_t run_end, bool decays) {
-      HWY_DYNAMIC_DISPATCH(update_run)
-      (shard, run_begin, run_end, constants, decays ? constants.decay : 0.0F);
-    });
-  });
+  for_each_index(arena, chunk_count(shard),
+                 [&](int64_t chunk) { update_chunk(shard, chunk, segments, constants); });
 }
 
 void update_reference(const Shard& shard, std::span<const Segment> segments,
                       const StepConstants& constants) {
   check(shard, segments);
-  for_each_run(segments, 0, shard.count, [&](int64_t begin, int64_t end, bool decays) {
-    update_elements(shard, begin, end, constants, decays ? constants.decay : 0.0F);
+  SegmentCursor cursor(segments, constants.decay);
+  for (int64_t begin = 0; begin < shard.count; begin += kChunkElements) {
+    update_blocks(shard, begin, std::min(begin + kChunkElements, shard.count), constants, cursor);
+  }
+}
+
+StepResult clip_and_update(tbb::task_arena& arena, const Shard& shard,
+                           std::span<const Segment> segments, const Hyperparameters& hyper,
+                           double max_norm) {
+  const double norm =
+      std::sqrt(sum_of_squares(arena, shard.gradient, shard.gradient_dtype, shard.count));
+  if (!std::isfinite(norm)) return {.gradient_norm = norm, .clipped = false, .finite = false};
+  const double factor = max_norm > 0 ? max_norm / (norm + 1e-6) : 1;
+  update(arena, shard, segments, step_constants(hyper, shard.step, std::min(factor, 1.0)));
+  return {.gradient_norm = norm, .clipped = factor < 1, .finite = true};
+}
+
+void convert_moment(tbb::task_arena& arena, bool second, int64_t count, MomentFormat from,
+                    const void* in, MomentFormat to, void* out) {
+  STRATA_CHECK(count >= 0, "a moment cannot have a negative number of elements");
+  for_each_index(arena, (count + kMomentBlock - 1) / kMomentBlock, [&](int64_t block) {
+    const int64_t begin = block * kMomentBlock;
+    std::array<float, kMomentBlock> values;
+    const auto part =
+        std::span(values).first(static_cast<size_t>(std::min(kMomentBlock, count - begin)));
+    load_elements(second, count, from, in, begin, part);
+    store_block(second, count, to, out, begin, part, nullptr);
   });
 }
 
