@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -78,12 +79,19 @@ class Device {
   virtual void synchronize(Event& event) = 0;
   /// Blocks until all work of the stream has ended, then throws as above.
   virtual void synchronize(Stream& stream) = 0;
+  /// Keeps an error of work that others have put into streams of this device as that of its own
+  /// work: what comes later is skipped, and every synchronize throws it. From any thread.
+  virtual void fail(std::exception_ptr error) noexcept = 0;
 
   /// Copies between arenas of this device. Both ranges must live and stay untouched until the copy
   /// has ended in stream order. Does not block for host memory from allocate_host_memory.
   virtual void copy_async(void* destination, const void* source, size_t size_bytes,
                           CopyDirection direction, Stream& stream) = 0;
   virtual void fill_zero_async(void* destination, size_t size_bytes, Stream& stream) = 0;
+  /// When the stream gets there, std::chrono::steady_clock's nanoseconds are written to
+  /// *nanoseconds, host memory that must live until then. Atomically: it may be looked at
+  /// meanwhile.
+  virtual void stamp_async(int64_t* nanoseconds, Stream& stream) = 0;
 
   [[nodiscard]] virtual Operators& operators() noexcept = 0;
 };

@@ -13,7 +13,7 @@
 #include <cstdint>
 
 #include "base/dtype.h"
-#include "cpu_adam/adam.h"
+#include "cpu_adam/shard.h"
 #include "gpu/device.h"
 
 namespace strata::gpu {
@@ -43,6 +43,21 @@ struct RmsNormArgs {
   DType dtype = DType::kBf16;
   float epsilon = 1e-5F;
   const void* x = nullptr;
+  const void* weight = nullptr;
+  void* y = nullptr;
+  float* rstd = nullptr;  // [rows], kept for backward
+};
+
+/// add and rms_norm in one: sum = a + b, rounded to `dtype` once, and y and rstd as RmsNormArgs has
+/// them for x = sum. The results have the bits of the two operators one after the other on the same
+/// device. All are [rows, width]; sum may be a or b, y none of the others.
+struct ResidualRmsNormArgs {
+  int64_t rows = 0, width = 0;
+  DType dtype = DType::kBf16;
+  float epsilon = 1e-5F;
+  const void* a = nullptr;
+  const void* b = nullptr;
+  void* sum = nullptr;
   const void* weight = nullptr;
   void* y = nullptr;
   float* rstd = nullptr;  // [rows], kept for backward
@@ -154,9 +169,14 @@ struct EmbeddingBackwardArgs {
 /// Softmax cross-entropy of a chunk of rows, forward and backward in one pass. logits is [rows,
 /// vocabulary] fp32. For a row with target >= 0, *loss_sum += logsumexp - logit[target] (rows in
 /// order, in double), and dlogits = (softmax - onehot) * gradient_scale; rows with a negative
-/// target add nothing and get zeros. dlogits (of `dtype`) may be null (loss only) or start where
-/// logits does, with dlogits_stride counted in its own elements, such that row t of it lies
-/// within row t of logits: dlogits_stride * size <= logits_stride * 4.
+/// target add nothing and get zeros. dlogits (of `dtype`, dlogits_stride in its own elements) is
+/// one of three:
+/// - null, for the loss alone;
+/// - memory that no byte of logits lies in;
+/// - logits itself, which it overwrites. Then row t of dlogits must begin where row t of logits
+///   does or earlier: dlogits_stride * size_of(dtype) <= logits_stride * 4, for more than one row.
+///   With both the same, each row lies within its logits; with less, rows are packed and overwrite
+///   logits of earlier rows, which takes as long as rows have to wait for each other.
 struct CrossEntropyArgs {
   int64_t rows = 0, vocabulary = 0;
   DType dtype = DType::kBf16;  // of dlogits
@@ -217,6 +237,7 @@ class Operators {
   virtual void matmul(const MatmulArgs& args, Stream& stream) = 0;
 
   virtual void rms_norm(const RmsNormArgs& args, Stream& stream) = 0;
+  virtual void residual_rms_norm(const ResidualRmsNormArgs& args, Stream& stream) = 0;
   [[nodiscard]] virtual size_t rms_norm_backward_scratch_bytes(
       const RmsNormBackwardArgs& args) const = 0;
   virtual void rms_norm_backward(const RmsNormBackwardArgs& args, Stream& stream) = 0;

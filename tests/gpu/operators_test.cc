@@ -19,6 +19,9 @@
 #include "base/random.h"
 #include "catch.h"
 #include "cpu_adam/adam.h"
+#include "gpu/aborts.h"
+#include "gpu/cross_entropy_place.h"
+#include "gpu/cross_entropy_places.h"
 #include "gpu/host/kernels.h"
 
 namespace strata::gpu::host {
@@ -206,6 +209,20 @@ struct NormCase {
     return 1 / std::sqrt(squares / static_cast<double>(width) + static_cast<double>(1e-5F));
   }
 
+  void check_forward() const {
+    const double error = sum_error(width);
+    REQUIRE(first_wrong(rstd, DType::kF32, [&](int64_t row) {
+              const double exact = exact_rstd(row);
+              return Expected{exact, exact * error};
+            }) < 0);
+    std::vector<double> exact;
+    for (int64_t row = 0; row < rows; ++row) exact.push_back(exact_rstd(row));
+    REQUIRE(first_wrong(y, type, [&](int64_t i) {
+              const double value = x.at(i) * exact[index(i / width)] * weight.at(i % width);
+              return Expected{value, std::abs(value) * error};
+            }) < 0);
+  }
+
   DType type;
   int64_t rows, width;
   Tensor x, weight, y, rstd, dy, residual, dx, dweight;
@@ -218,18 +235,92 @@ TEST_CASE("rms_norm is x * rstd * weight", "[operators]") {
       NormCase c(dtype, shape, random);
       INFO(shape.rows << " x " << shape.width);
       c.forward();
-      const double error = sum_error(c.width);
-      REQUIRE(first_wrong(c.rstd, DType::kF32, [&](int64_t row) {
-                const double rstd = c.exact_rstd(row);
-                return Expected{rstd, rstd * error};
-              }) < 0);
-      std::vector<double> rstd;
-      for (int64_t row = 0; row < c.rows; ++row) rstd.push_back(c.exact_rstd(row));
-      REQUIRE(first_wrong(c.y, dtype, [&](int64_t i) {
-                const double y = c.x.at(i) * rstd[index(i / c.width)] * c.weight.at(i % c.width);
-                return Expected{y, std::abs(y) * error};
-              }) < 0);
+      c.check_forward();
     }
+  });
+}
+
+/// Runs residual_rms_norm and demands the bits of add, then rms_norm. Returns the latter.
+NormCase check_residual_norm(const NormCase& initial, const Tensor& a, const Tensor& b,
+                             int threads) {
+  NormCase separate = initial;
+  Tensor first = a;
+  Tensor second = b;
+  add({.count = a.count(),
+       .dtype = initial.type,
+       .a = first.data(),
+       .b = second.data(),
+       .out = separate.x.data()},
+      arena_of(threads));
+  separate.forward(threads);
+  enum class Sum { kSeparate, kOverA, kOverB };
+  for (const Sum place : {Sum::kSeparate, Sum::kOverA, Sum::kOverB}) {
+    INFO("sum " << static_cast<int>(place));
+    NormCase fused = initial;
+    first = a;
+    second = b;
+    Tensor* sum = &fused.x;
+    if (place == Sum::kOverA) sum = &first;
+    if (place == Sum::kOverB) sum = &second;
+    residual_rms_norm({.rows = fused.rows,
+                       .width = fused.width,
+                       .dtype = fused.type,
+                       .epsilon = 1e-5F,
+                       .a = first.data(),
+                       .b = second.data(),
+                       .sum = sum->data(),
+                       .weight = fused.weight.data(),
+                       .y = fused.y.data(),
+                       .rstd = fused.rstd.floats()},
+                      arena_of(threads));
+    const bool same = *sum == separate.x && fused.y == separate.y && fused.rstd == separate.rstd;
+    REQUIRE(same);
+    const bool inputs_kept =
+        (place == Sum::kOverA || first == a) && (place == Sum::kOverB || second == b);
+    REQUIRE(inputs_kept);
+  }
+  return separate;
+}
+
+TEST_CASE("residual_rms_norm is add, then rms_norm, to the bit", "[operators]") {
+  for_each_target_and_type([](DType dtype) {
+    CounterRandom random(kSeed, 22);
+    std::vector<Shape> shapes(std::begin(kShapes), std::end(kShapes));
+    for (const int64_t edge : {8, 16, 32, 64, 256}) {
+      shapes.push_back({1 + static_cast<int64_t>(random.next_below(5)),
+                        edge - 2 + static_cast<int64_t>(random.next_below(5))});
+    }
+    int threads = 0;
+    for (const Shape shape : shapes) {
+      const NormCase initial(dtype, shape, random);
+      const Tensor a = Tensor::normal(dtype, shape.rows * shape.width, random, 3);
+      const Tensor b = Tensor::normal(dtype, shape.rows * shape.width, random);
+      INFO(shape.rows << " x " << shape.width);
+      const NormCase result = check_residual_norm(initial, a, b, 1 + ++threads % 3);
+      REQUIRE(first_wrong(result.x, dtype, [&](int64_t i) {
+                return Expected{a.at(i) + b.at(i), std::abs(a.at(i) + b.at(i)) * kUnitF32};
+              }) < 0);
+      result.check_forward();
+    }
+  });
+}
+
+TEST_CASE("residual_rms_norm passes on infinities and NaNs of its row", "[operators]") {
+  for_each_target_and_type([](DType dtype) {
+    CounterRandom random(kSeed, 23);
+    const NormCase initial(dtype, {4, 50}, random);
+    Tensor a = Tensor::normal(dtype, 200, random);
+    Tensor b = Tensor::normal(dtype, 200, random);
+    a.set(7, kNaN);
+    b.set(50 + 49, kInfinity);
+    a.set(100, kInfinity);
+    b.set(100, -kInfinity);
+    const NormCase result = check_residual_norm(initial, a, b, 2);
+    REQUIRE(std::isnan(result.rstd[0]));
+    REQUIRE(result.rstd[1] == 0);
+    REQUIRE(std::isnan(result.y[50 + 49]));
+    REQUIRE(std::isnan(result.rstd[2]));
+    REQUIRE(std::isfinite(result.rstd[3]));
   });
 }
 
@@ -714,6 +805,15 @@ TEST_CASE("cross_entropy gives the loss and its gradient in every place", "[oper
       }
     }
   });
+}
+
+TEST_CASE("cross_entropy takes gradients over logits and apart, and no others", "[operators]") {
+  for (const DlogitsCase& c : kDlogitsCases) {
+    INFO(c.what);
+    CHECK(aborts([&] { cross_entropy(DlogitsArgs(c).args, arena_of(1)); }) != c.allowed);
+  }
+  CHECK(dlogits_place(DlogitsArgs(kDlogitsCases[0]).args) == DlogitsPlace::kOverRows);
+  CHECK(dlogits_place(DlogitsArgs(kDlogitsCases[1]).args) == DlogitsPlace::kPacked);
 }
 
 TEST_CASE("cross_entropy bears large, equal and masked-out logits", "[operators]") {

@@ -96,22 +96,13 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 
 #include "base/error.h"
+#include "gpu/cross_entropy_place.h"
 #include "gpu/host/chunks.h"
 
 namespace strata::gpu::host {
 namespace {
 
 HWY_EXPORT(cross_entropy_rows);
-
-/// Whether a row of dlogits may overlap other rows of logits than its own.
-bool rows_overlap(const CrossEntropyArgs& args) {
-  if (args.dlogits != args.logits) return false;
-  const int64_t logits_bytes = args.logits_stride * int64_t{sizeof(float)};
-  const int64_t dlogits_bytes = args.dlogits_stride * static_cast<int64_t>(size_of(args.dtype));
-  STRATA_CHECK(dlogits_bytes <= logits_bytes || args.rows <= 1,
-               "rows of dlogits in the place of logits must not be further apart than theirs");
-  return dlogits_bytes != logits_bytes;
-}
 
 }  // namespace
 
@@ -125,7 +116,8 @@ void cross_entropy(const CrossEntropyArgs& args, tbb::task_arena& arena) {
   }
   auto* losses = static_cast<double*>(args.scratch);
   // Rows of gradients that overwrite the logits of earlier rows must wait for those.
-  const int64_t chunk = rows_overlap(args) ? args.rows : rows_of_chunk(args.vocabulary);
+  const bool packed = dlogits_place(args) == DlogitsPlace::kPacked;
+  const int64_t chunk = packed ? args.rows : rows_of_chunk(args.vocabulary);
   for_each_chunk(arena, args.rows, chunk, [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(cross_entropy_rows)(args, begin, end, losses);
   });

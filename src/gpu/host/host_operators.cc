@@ -5,6 +5,8 @@
 #include <span>
 
 #include "base/error.h"
+#include "cpu_adam/adam.h"
+#include "gpu/cross_entropy_place.h"
 #include "gpu/host/host_stream.h"
 #include "gpu/host/kernels.h"
 
@@ -57,6 +59,11 @@ void HostOperators::matmul(const MatmulArgs& args, Stream& stream) {
 void HostOperators::rms_norm(const RmsNormArgs& args, Stream& stream) {
   check_sizes({args.rows, args.width});
   enqueue_kernel<host::rms_norm>(args, arena_, stream);
+}
+
+void HostOperators::residual_rms_norm(const ResidualRmsNormArgs& args, Stream& stream) {
+  check_sizes({args.rows, args.width});
+  enqueue_kernel<host::residual_rms_norm>(args, arena_, stream);
 }
 
 size_t HostOperators::rms_norm_backward_scratch_bytes(const RmsNormBackwardArgs& args) const {
@@ -125,6 +132,7 @@ void HostOperators::cross_entropy(const CrossEntropyArgs& args, Stream& stream) 
   check_sizes({args.rows, args.vocabulary});
   check_stride(args.rows, args.logits_stride, args.vocabulary);
   if (args.dlogits != nullptr) check_stride(args.rows, args.dlogits_stride, args.vocabulary);
+  static_cast<void>(dlogits_place(args));  // here, where the caller can be seen
   enqueue_kernel<host::cross_entropy>(args, arena_, stream);
 }
 

@@ -20,6 +20,7 @@ class HostOperators final : public Operators {
   void matmul(const MatmulArgs& args, Stream& stream) override;
 
   void rms_norm(const RmsNormArgs& args, Stream& stream) override;
+  void residual_rms_norm(const ResidualRmsNormArgs& args, Stream& stream) override;
   [[nodiscard]] size_t rms_norm_backward_scratch_bytes(
       const RmsNormBackwardArgs& args) const override;
   void rms_norm_backward(const RmsNormBackwardArgs& args, Stream& stream) override;

@@ -4,28 +4,12 @@
 #include <sys/prctl.h>
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "base/error.h"
 
 namespace strata::gpu::host {
-
-void StickyError::keep(std::exception_ptr error) noexcept {
-  const std::lock_guard lock(mutex_);
-  if (error_) return;
-  error_ = std::move(error);
-  set_.store(true, std::memory_order_release);
-}
-
-void StickyError::rethrow_if_set() const {
-  if (!is_set()) return;
-  std::exception_ptr error;
-  {
-    const std::lock_guard lock(mutex_);
-    error = error_;
-  }
-  std::rethrow_exception(error);
-}
 
 uint64_t StreamProgress::ended() {
   const std::lock_guard lock(mutex_);

@@ -9,12 +9,10 @@
 // stream. Nothing here allocates after construction.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <exception>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -24,21 +22,9 @@
 #include <vector>
 
 #include "gpu/device.h"
+#include "gpu/sticky_error.h"
 
 namespace strata::gpu::host {
-
-/// The first error of all that are kept; later ones are dropped.
-class StickyError {
- public:
-  void keep(std::exception_ptr error) noexcept;
-  [[nodiscard]] bool is_set() const noexcept { return set_.load(std::memory_order_acquire); }
-  void rethrow_if_set() const;
-
- private:
-  std::atomic<bool> set_ = false;
-  mutable std::mutex mutex_;
-  std::exception_ptr error_;
-};
 
 /// How far a stream has got.
 class StreamProgress {

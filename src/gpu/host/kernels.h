@@ -13,6 +13,7 @@ namespace strata::gpu::host {
 void matmul(const MatmulArgs& args, tbb::task_arena& arena);
 
 void rms_norm(const RmsNormArgs& args, tbb::task_arena& arena);
+void residual_rms_norm(const ResidualRmsNormArgs& args, tbb::task_arena& arena);
 [[nodiscard]] size_t rms_norm_backward_scratch_bytes(const RmsNormBackwardArgs& args);
 void rms_norm_backward(const RmsNormBackwardArgs& args, tbb::task_arena& arena);
 

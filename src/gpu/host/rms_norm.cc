@@ -13,29 +13,57 @@ HWY_BEFORE_NAMESPACE();
 namespace strata::gpu::host::HWY_NAMESPACE {
 namespace {
 
+/// y of the row x; returns its rstd.
+template <class T>
+HWY_INLINE float rms_norm_row(const T* x, const T* weight, T* y, int64_t width, float epsilon) {
+  const float squares = sum_of(width, [&](auto d, int64_t i) HWY_ATTR {
+    const auto v = load(d, x + i);
+    return hn::Mul(v, v);
+  });
+  const double mean = static_cast<double>(squares) / static_cast<double>(width);
+  const auto rstd = static_cast<float>(1 / std::sqrt(mean + static_cast<double>(epsilon)));
+  for_each_vector(width, [&](auto d, int64_t i) HWY_ATTR {
+    const auto normal = hn::Mul(load(d, x + i), hn::Set(d, rstd));
+    store(d, hn::Mul(normal, load(d, weight + i)), y + i);
+  });
+  return rstd;
+}
+
 template <class T>
 HWY_INLINE void rms_norm_rows_of(const RmsNormArgs& args, int64_t begin, int64_t end) {
   const T* weight = static_cast<const T*>(args.weight);
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = static_cast<const T*>(args.x) + row * args.width;
-    T* y = static_cast<T*>(args.y) + row * args.width;
-    const float squares = sum_of(args.width, [&](auto d, int64_t i) HWY_ATTR {
-      const auto v = load(d, x + i);
-      return hn::Mul(v, v);
-    });
-    const double mean = static_cast<double>(squares) / static_cast<double>(args.width);
-    const auto rstd = static_cast<float>(1 / std::sqrt(mean + static_cast<double>(args.epsilon)));
-    args.rstd[row] = rstd;
+    const int64_t offset = row * args.width;
+    args.rstd[row] = rms_norm_row(static_cast<const T*>(args.x) + offset, weight,
+                                  static_cast<T*>(args.y) + offset, args.width, args.epsilon);
+  }
+}
+
+template <class T>
+HWY_INLINE void residual_rms_norm_rows_of(const ResidualRmsNormArgs& args, int64_t begin,
+                                          int64_t end) {
+  const T* weight = static_cast<const T*>(args.weight);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t offset = row * args.width;
+    const T* a = static_cast<const T*>(args.a) + offset;
+    const T* b = static_cast<const T*>(args.b) + offset;
+    T* sum = static_cast<T*>(args.sum) + offset;
     for_each_vector(args.width, [&](auto d, int64_t i) HWY_ATTR {
-      const auto normal = hn::Mul(load(d, x + i), hn::Set(d, rstd));
-      store(d, hn::Mul(normal, load(d, weight + i)), y + i);
+      store(d, hn::Add(load(d, a + i), load(d, b + i)), sum + i);
     });
+    args.rstd[row] = rms_norm_row(static_cast<const T*>(sum), weight,
+                                  static_cast<T*>(args.y) + offset, args.width, args.epsilon);
   }
 }
 
 void rms_norm_rows(const RmsNormArgs& args, int64_t begin, int64_t end) {
   if (args.dtype == DType::kBf16) return rms_norm_rows_of<Bf16>(args, begin, end);
   return rms_norm_rows_of<float>(args, begin, end);
+}
+
+void residual_rms_norm_rows(const ResidualRmsNormArgs& args, int64_t begin, int64_t end) {
+  if (args.dtype == DType::kBf16) return residual_rms_norm_rows_of<Bf16>(args, begin, end);
+  return residual_rms_norm_rows_of<float>(args, begin, end);
 }
 
 /// Also writes the sum over these rows of dweight.
@@ -111,6 +139,7 @@ namespace strata::gpu::host {
 namespace {
 
 HWY_EXPORT(rms_norm_rows);
+HWY_EXPORT(residual_rms_norm_rows);
 HWY_EXPORT(rms_norm_backward_rows);
 HWY_EXPORT(sum_blocks);
 
@@ -129,6 +158,12 @@ int64_t partial_stride(int64_t width) { return ceil_div(width, 16) * 16; }
 void rms_norm(const RmsNormArgs& args, tbb::task_arena& arena) {
   for_each_chunk(arena, args.rows, rows_of_chunk(args.width), [&](int64_t begin, int64_t end) {
     HWY_DYNAMIC_DISPATCH(rms_norm_rows)(args, begin, end);
+  });
+}
+
+void residual_rms_norm(const ResidualRmsNormArgs& args, tbb::task_arena& arena) {
+  for_each_chunk(arena, args.rows, rows_of_chunk(args.width), [&](int64_t begin, int64_t end) {
+    HWY_DYNAMIC_DISPATCH(residual_rms_norm_rows)(args, begin, end);
   });
 }
 
