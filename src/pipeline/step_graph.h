@@ -1,57 +1,64 @@
 // The step graph: all tasks of an optimizer step on their lanes, and the buffers that each reads
-// and writes. One builder makes it from a model, a shape and a placement; the ledger adds up its
-// buffers and the executor runs its tasks.
+// and writes. The executor runs it, the simulator plays it, the ledger adds up its buffers.
 #pragma once
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "pipeline/unit_model.h"
+#include "pipeline/placement.h"
 
 namespace strata::pipeline {
 
-enum class Tier : uint8_t { kDevice, kHost };
-inline constexpr std::array kTiers{Tier::kDevice, Tier::kHost};
-[[nodiscard]] std::string_view name_of(Tier tier) noexcept;
-
-enum class StateKind : uint8_t { kWeight, kResidual, kMoment1, kMoment2, kGradient };
-inline constexpr size_t kStateKinds = 5;
-[[nodiscard]] std::string_view name_of(StateKind kind) noexcept;
-
-/// Bytes of one parameter's state of `kind` at rest, with weights of `dtype`: the split master with
-/// kBf16 (2 + 2 + 4 + 4, and 2 for the gradient), an fp32 master in the reference mode.
-[[nodiscard]] size_t state_bytes(StateKind kind, DType dtype) noexcept;
-
-/// Where state rests between uses, and how many slots it passes through.
-struct Placement {
-  std::vector<Tier> unit_home;  // of all state kinds of each unit
-  int slots = 2;                // weights in, and gradients out, of host-homed units
-  bool training = true;         // false: weights alone, for evaluation and generation
-
-  [[nodiscard]] static Placement all_on(Tier tier, size_t units, int slots = 2);
+/// What works in order. kCollective is what ranks send each other. The last three share the drives:
+/// weights and activations that compute waits for are read first, then the optimizer's state, and
+/// what remains is for writing.
+enum class Lane : uint8_t {
+  kUpload,
+  kCompute,
+  kDownload,
+  kCollective,
+  kCpu,
+  kReadWeight,
+  kReadState,
+  kWrite
 };
-
-enum class Lane : uint8_t { kUpload, kCompute, kDownload, kCpu };
-inline constexpr size_t kLanes = 4;
+inline constexpr size_t kLanes = 8;
+inline constexpr std::array kAllLanes{Lane::kUpload,     Lane::kCompute, Lane::kDownload,
+                                      Lane::kCollective, Lane::kCpu,     Lane::kReadWeight,
+                                      Lane::kReadState,  Lane::kWrite};
 [[nodiscard]] std::string_view name_of(Lane lane) noexcept;
+[[nodiscard]] constexpr bool is_device_lane(Lane lane) noexcept {
+  return lane <= Lane::kCollective;
+}
+[[nodiscard]] constexpr bool is_disk_lane(Lane lane) noexcept { return lane >= Lane::kReadWeight; }
 
 enum class TaskKind : uint8_t {
   kUploadBatch,
-  kUploadWeight,
+  kUploadWeight,  // a part
+  kUploadActivation,
   kClearScalars,
   kForward,
   kBackward,
   kLoss,
+  kRoundGradient,   // to the type that it is summed over ranks in
+  kReduceGradient,  // over ranks; what remains is this rank's shard
   kFinishGradient,
-  kDownloadGradient,
+  kDownloadGradient,  // a part
+  kDownloadActivation,
+  kGatherScalars,  // of all ranks
   kDownloadScalars,
-  kAdam,
+  kGatherWeight,  // of the shard group's ranks, into the place of the whole
+  kAdam,          // a part, or a unit on the device
+  kReadState,     // a part of the kinds in Task::kinds, into Task::slot
+  kWriteState,    // likewise, out of it
+  kReadActivation,
+  kWriteActivation,
 };
+inline constexpr size_t kTaskKinds = 20;
 [[nodiscard]] std::string_view name_of(TaskKind kind) noexcept;
 
 enum class Purpose : uint8_t {
@@ -61,100 +68,114 @@ enum class Purpose : uint8_t {
   kSlots,
   kAccumulators,
   kBoundaries,
+  kSavedActivations,
   kWorkspace,
   kBatches,
   kConstants,
 };
-inline constexpr size_t kPurposes = 9;
+inline constexpr size_t kPurposes = 10;
 [[nodiscard]] std::string_view name_of(Purpose purpose) noexcept;
 
 using BufferId = int32_t;
 using TaskId = int32_t;
 inline constexpr BufferId kNoBuffer = -1;
 
+inline constexpr size_t kBufferAlignment = 64;
+/// Of memory that drives read and write.
+inline constexpr size_t kDriveAlignment = 4096;
+
+/// A piece of memory, or (on NVMe) a record of the store.
 struct Buffer {
   std::string name;
   Tier tier = Tier::kDevice;
   Purpose purpose = Purpose::kWorkspace;
   size_t size_bytes = 0;
   size_t offset_bytes = 0;  // in its tier's arena, given by the ledger
+  int parts = 1;            // that tasks may use without waiting for each other
+  size_t alignment_bytes = kBufferAlignment;
+  bool two_slots = false;  // on NVMe: what is written does not replace what is committed
 };
 
-/// One piece of work on one lane. Which of the named buffers a kind uses is told beside each.
+/// A buffer, or one part of it, that a task reads or writes.
+struct Use {
+  static constexpr int kWhole = -1;
+  BufferId buffer = kNoBuffer;
+  int part = kWhole;
+  friend bool operator==(const Use&, const Use&) = default;
+};
+
+/// Which of the state kinds, as bits.
+using KindSet = uint8_t;
+[[nodiscard]] constexpr KindSet kind_bit(StateKind kind) noexcept {
+  return static_cast<KindSet>(1U << static_cast<unsigned>(kind));
+}
+[[nodiscard]] constexpr bool contains(KindSet set, StateKind kind) noexcept {
+  return (set & kind_bit(kind)) != 0;
+}
+
+/// Host memory through which a part passes between NVMe and its use; kNoBuffer for kinds that never
+/// do.
+using StateSlot = std::array<BufferId, kStateKinds>;
+
+/// One piece of work on one lane.
 struct Task {
   TaskKind kind = TaskKind::kForward;
   Lane lane = Lane::kCompute;
   int unit = -1;
   int micro_batch = -1;
-  BufferId weight = kNoBuffer;         // home or slot that compute reads; destination of uploads
-  BufferId shared_weight = kNoBuffer;  //
-  BufferId accumulator = kNoBuffer;    // fp32 gradient
+  int part = Use::kWhole;
+  BufferId weight =
+      kNoBuffer;  // on the device: what compute reads; destination of uploads, gathers
+  BufferId shared_weight = kNoBuffer;
+  BufferId accumulator = kNoBuffer;  // fp32 gradient
   BufferId shared_accumulator = kNoBuffer;
-  BufferId gradient = kNoBuffer;  // finished gradient: on the device, source of downloads
+  BufferId gradient = kNoBuffer;  // on the device: the finished gradient; source of downloads
+  BufferId input = kNoBuffer;     // on the device: boundary before the unit
+  BufferId output = kNoBuffer;    // on the device: boundary after it
+  BufferId saved = kNoBuffer;     // on the device: saved activations
+  SavedActivations level = SavedActivations::kNone;
+  /// Of moves of activations and parts: both ends where they are not a state's home.
+  BufferId source = kNoBuffer;
+  BufferId destination = kNoBuffer;
+  /// Over the lane; of collectives what this rank sends, of kAdam what it reads and writes in
+  /// memory.
+  size_t moved_bytes = 0;
+  KindSet kinds = 0;
+  StateSlot slot{kNoBuffer, kNoBuffer, kNoBuffer, kNoBuffer, kNoBuffer};  // used instead of homes
+  bool speculated = false;  // of kAdam and kWriteState: what is made is not yet what holds
   bool accumulate = false;
   bool accumulate_shared = false;
   bool with_backward = false;  // of kLoss
-  std::vector<BufferId> reads{};
-  std::vector<BufferId> writes{};
-  /// Tasks of other lanes that must have ended before, at most the last one of each lane: the lanes
-  /// themselves work in order.
+  std::vector<Use> reads{};
+  std::vector<Use> writes{};
+  /// Tasks of other lanes that must have ended before. Lanes begin their tasks in order; those of
+  /// the disk may end out of order, and then are named here too.
   std::vector<TaskId> after{};
 };
 
 /// Tasks in the order in which each lane takes them.
 using StepGraph = std::vector<Task>;
 
-/// Where everything lies that the graphs name.
-struct Buffers {
-  std::vector<Buffer> all;
-  std::vector<std::array<BufferId, kStateKinds>> home;  // [unit][kind]
-  std::vector<BufferId> batch, staged_batch;            // [micro-batch], device and host
-  std::vector<std::vector<BufferId>> boundary;          // [unit][micro-batch], after the unit
-  std::vector<BufferId> boundary_gradient;              // [micro-batch]
-  BufferId workspace = kNoBuffer, constants = kNoBuffer;
-  BufferId logits = kNoBuffer;   // [vocabulary] fp32, where there is no training
-  BufferId staging = kNoBuffer;  // host: through which device-homed state is read and written
-  BufferId scalars = kNoBuffer,
-           host_scalars = kNoBuffer;  // doubles: loss_sum, then one norm a unit
+/// Adds tasks to a graph and derives their order from what they read and write: a task runs after
+/// the last writer of what it reads, and after the last writer and all readers since of what it
+/// writes.
+class GraphBuilder {
+ public:
+  explicit GraphBuilder(const std::vector<Buffer>& buffers);
+  void add(Task task);
+  [[nodiscard]] StepGraph take() { return std::move(graph_); }
+
+ private:
+  struct PartUse {
+    TaskId writer = -1;
+    std::vector<TaskId> readers;
+  };
+  StepGraph graph_;
+  std::vector<std::vector<PartUse>> uses_;  // [buffer][part]
 };
-
-struct Plan {
-  StepShape shape;
-  Placement placement;
-  Buffers buffers;
-  std::array<size_t, kTiers.size()> arena_bytes{};
-  StepGraph train;     // the pending update, forward, backward, the finished gradients
-  StepGraph update;    // the pending update alone
-  StepGraph evaluate;  // forward and loss
-
-  [[nodiscard]] size_t bytes(Tier tier) const noexcept {
-    return arena_bytes[static_cast<size_t>(tier)];
-  }
-  /// Bytes of one tier by purpose, padding of each buffer included.
-  [[nodiscard]] std::array<size_t, kPurposes> bytes_by_purpose(Tier tier) const;
-};
-
-/// State of device-homed units is read and written in pieces of this size.
-inline constexpr size_t kStagingBytes = size_t{1} << 20;
-
-/// Every buffer begins at a multiple of this many bytes in its arena.
-inline constexpr size_t kBufferAlignment = 64;
-
-/// Layer-major step: each unit's weight comes once, meets every micro-batch, and goes. Update tasks
-/// are deferred: the graph begins with the update by the gradients of the step before, unit 0
-/// first, so that it runs in the shadow of the forward pass once the gradient norm is known.
-[[nodiscard]] Plan build_plan(const UnitModel& model, const gpu::Operators& operators,
-                              const StepShape& shape, const Placement& placement);
-
-/// The fastest placement within `device_bytes`: as many units as fit have their state on the device
-/// (first and last units first), the rest in host memory. Throws an Error of kind kDoesNotFit that
-/// names what is needed where even the smallest does not fit.
-[[nodiscard]] Plan choose_plan(const UnitModel& model, const gpu::Operators& operators,
-                               const StepShape& shape, int slots, bool training,
-                               size_t device_bytes, size_t host_bytes);
 
 /// The first two tasks of a graph that touch one buffer, one of them writing, with no order between
 /// them; empty if there are none. Independent of how the builder derives `after`.
-[[nodiscard]] std::string find_race(const StepGraph& graph, const Buffers& buffers);
+[[nodiscard]] std::string find_race(const StepGraph& graph, const std::vector<Buffer>& buffers);
 
 }  // namespace strata::pipeline

@@ -7,10 +7,11 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/dtype.h"
-#include "cpu_adam/adam.h"
+#include "cpu_adam/shard.h"
 #include "gpu/device.h"
 #include "gpu/operators.h"
 
@@ -44,6 +45,17 @@ struct MicroBatch {
   const int32_t* sequence_offsets = nullptr;  // [sequences + 1]
 };
 
+/// What a unit's forward pass keeps for its backward pass beside the input boundary. Results are
+/// the same bits at every level.
+enum class SavedActivations : uint8_t {
+  kNone,       // nothing: backward recomputes all
+  kAttention,  // of the attention half, what took a matrix product or attention to compute
+  kAll,        // of the feed-forward half too
+};
+
+/// "none", "attention", "all".
+[[nodiscard]] std::string_view name_of(SavedActivations saved) noexcept;
+
 /// The device memory that one call of a unit works in. Pointers a call does not need are null.
 struct UnitCall {
   gpu::Device& device;
@@ -51,6 +63,10 @@ struct UnitCall {
   MicroBatch batch;
   const void* constants = nullptr;
   void* workspace = nullptr;
+  SavedActivations saved = SavedActivations::kNone;
+  /// saved_bytes() of device memory, aligned to 64 bytes: written by forward, read by backward,
+  /// which may overwrite it. Other than kNone only where backward follows.
+  void* saved_activations = nullptr;
   const void* weight = nullptr;         // [parameter_count] of dtype()
   const void* shared_weight = nullptr;  // that of shared_unit
   const void* input = nullptr;          // boundary before the unit
@@ -77,20 +93,33 @@ class UnitModel {
   /// Of weights and boundaries: kBf16, or kF32 in the reference mode.
   [[nodiscard]] virtual DType dtype() const noexcept = 0;
   [[nodiscard]] virtual size_t boundary_bytes(int64_t tokens) const noexcept = 0;
-
   /// Tables that the units read (rotary angles): written once, kept on the device.
   [[nodiscard]] virtual size_t constants_bytes() const noexcept = 0;
   virtual void write_constants(std::span<std::byte> out) const = 0;
 
+  /// Enough for any unit at any level of saved activations.
   [[nodiscard]] virtual size_t workspace_bytes(Pass pass, const StepShape& shape,
                                                const gpu::Operators& operators) const = 0;
-  /// Floating-point operations of the matrix products of one call, recomputation included;
-  /// attention counts the causal half of full-length documents only.
-  [[nodiscard]] virtual double matmul_flops(int unit, Pass pass, int64_t tokens,
-                                            int64_t sequence_length) const = 0;
+  /// Of one micro-batch; 0 where there is nothing to keep: at kNone, and in the first and the last
+  /// unit.
+  [[nodiscard]] virtual size_t saved_bytes(int unit, SavedActivations saved,
+                                           int64_t tokens) const = 0;
+  /// Floating-point operations of the matrix products of one call, with what backward recomputes
+  /// at this level; attention counts the causal half of full-length documents only.
+  [[nodiscard]] virtual double matmul_flops(
+      int unit, Pass pass, int64_t tokens, int64_t sequence_length,
+      SavedActivations saved = SavedActivations::kNone) const = 0;
+  /// Bytes of device memory that one call reads and writes outside matrix products and attention
+  /// (norms, rotation, activation functions, embedding, cross-entropy, copies), recomputation
+  /// included: the operands of each operator called, weights and per-row values too, each once and
+  /// the logits twice where they become gradients. Gradients count as added to, rows of the
+  /// embedding as all different; scratch does not count.
+  [[nodiscard]] virtual double other_bytes(int unit, Pass pass, int64_t tokens,
+                                           SavedActivations saved) const = 0;
 
   virtual void forward(int unit, const UnitCall& call) const = 0;
-  /// Recomputes what it needs from the input boundary.
+  /// Recomputes from the input boundary what forward did not save. Tokens and `saved` are those of
+  /// the forward call.
   virtual void backward(int unit, const UnitCall& call) const = 0;
   /// The last unit: the loss, and with boundary_gradient the backward pass at once.
   virtual void loss(const UnitCall& call) const = 0;
