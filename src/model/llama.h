@@ -37,8 +37,13 @@ class Llama final : public pipeline::UnitModel {
   void write_constants(std::span<std::byte> out) const override;
   [[nodiscard]] size_t workspace_bytes(pipeline::Pass pass, const pipeline::StepShape& shape,
                                        const gpu::Operators& operators) const override;
-  [[nodiscard]] double matmul_flops(int unit, pipeline::Pass pass, int64_t tokens,
-                                    int64_t sequence_length) const override;
+  [[nodiscard]] size_t saved_bytes(int unit, pipeline::SavedActivations saved,
+                                   int64_t tokens) const override;
+  [[nodiscard]] double matmul_flops(
+      int unit, pipeline::Pass pass, int64_t tokens, int64_t sequence_length,
+      pipeline::SavedActivations saved = pipeline::SavedActivations::kNone) const override;
+  [[nodiscard]] double other_bytes(int unit, pipeline::Pass pass, int64_t tokens,
+                                   pipeline::SavedActivations saved) const override;
   void forward(int unit, const pipeline::UnitCall& call) const override;
   void backward(int unit, const pipeline::UnitCall& call) const override;
   void loss(const pipeline::UnitCall& call) const override;
@@ -46,23 +51,35 @@ class Llama final : public pipeline::UnitModel {
   [[nodiscard]] int64_t vocabulary() const noexcept override { return config_.vocab_size; }
 
  private:
-  struct BlockWorkspace;
+  struct BlockMemory;
   struct HeadWorkspace;
 
   [[nodiscard]] int last_unit() const noexcept { return static_cast<int>(units_.size()) - 1; }
   [[nodiscard]] int64_t qkv_width() const noexcept { return query_width_ + 2 * key_width_; }
-  /// Rows of logits that the loss holds at a time.
-  [[nodiscard]] int64_t logits_rows(int64_t tokens) const noexcept;
+
+  // Blocks: llama_block.cc.
   [[nodiscard]] size_t block_scratch_bytes(const pipeline::StepShape& shape,
                                            const gpu::Operators& operators, bool backward) const;
+  [[nodiscard]] size_t block_workspace_bytes(const pipeline::StepShape& shape,
+                                             const gpu::Operators& operators, bool backward) const;
+  [[nodiscard]] size_t block_saved_bytes(pipeline::SavedActivations saved, int64_t tokens) const;
+  void block_forward(const pipeline::UnitCall& call) const;
+  void block_backward(const pipeline::UnitCall& call) const;
+  /// From the input to the output of the attention half, then to the swiglu output, except for what
+  /// `held` says is there. x1 is the sum of the input and the attention half.
+  void block_activations(const pipeline::UnitCall& call, const BlockMemory& m, void* x1,
+                         pipeline::SavedActivations held) const;
+  [[nodiscard]] gpu::AttentionArgs attention_args(const pipeline::UnitCall& call,
+                                                  const BlockMemory& m) const;
+  void rotate(const pipeline::UnitCall& call, void* qkv, bool inverse) const;
+
+  // The head: llama_head.cc.
+  /// Rows of logits that the loss holds at a time.
+  [[nodiscard]] int64_t logits_rows(int64_t tokens) const noexcept;
   [[nodiscard]] size_t head_scratch_bytes(const pipeline::StepShape& shape,
                                           const gpu::Operators& operators) const;
-  /// From the input to the output of the attention half, then to the swiglu output; x1 is the sum
-  /// of the input and the attention half, where the block's output grows or in the workspace.
-  void block_activations(const pipeline::UnitCall& call, const BlockWorkspace& w, void* x1) const;
-  [[nodiscard]] gpu::AttentionArgs attention_args(const pipeline::UnitCall& call,
-                                                  const BlockWorkspace& w) const;
-  void rotate(const pipeline::UnitCall& call, void* qkv, bool inverse) const;
+  [[nodiscard]] size_t head_workspace_bytes(const pipeline::StepShape& shape,
+                                            const gpu::Operators& operators, bool backward) const;
 
   LlamaConfig config_;
   DType dtype_;

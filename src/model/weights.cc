@@ -15,30 +15,42 @@
 namespace strata::model {
 namespace {
 
-using pipeline::Executor;
+using pipeline::StateAccess;
 using pipeline::StateKind;
 
 /// Elements moved at a time.
 constexpr int64_t kPiece = int64_t{1} << 18;
 
 template <class F>
-void for_each_piece(int64_t count, F&& visit) {
-  for (int64_t begin = 0; begin < count; begin += kPiece) {
-    visit(begin, std::min(kPiece, count - begin));
+void for_each_piece(int64_t first, int64_t end, F&& visit) {
+  for (int64_t begin = first; begin < end; begin += kPiece) {
+    visit(begin, std::min(kPiece, end - begin));
   }
+}
+
+/// Of a tensor, the elements in the rank's shard.
+struct Held {
+  int64_t first = 0, end = 0;
+};
+Held held_of(const TensorPlace& place, const StateAccess& state) {
+  const pipeline::ElementRange shard = state.shard(place.unit);
+  const int64_t first = std::max<int64_t>(shard.first - place.first, 0);
+  const int64_t end = std::min(shard.first + shard.count - place.first, place.tensor.elements());
+  return {first, std::max(first, end)};
 }
 
 /// Writes masters to the unit's weight and residual, whichever the placement keeps.
 class MasterWriter {
  public:
-  MasterWriter(const Llama& llama, Executor& executor) : llama_(llama), executor_(executor) {}
+  MasterWriter(const Llama& llama, StateAccess& state) : llama_(llama), state_(state) {}
 
+  /// `first` is the unit's parameter that the masters begin with; all of them are the rank's.
   void write(int unit, int64_t first, std::span<const float> masters) {
     if (llama_.dtype() == DType::kF32) {
       put(unit, StateKind::kWeight, first, masters);
       return;
     }
-    const bool split = executor_.state_size_bytes(unit, StateKind::kResidual) > 0;
+    const bool split = state_.state_size_bytes(unit, StateKind::kResidual) > 0;
     weights_.resize(masters.size());
     residuals_.resize(split ? masters.size() : 0);
     for (size_t i = 0; i < masters.size(); ++i) {
@@ -53,24 +65,24 @@ class MasterWriter {
  private:
   template <class T>
   void put(int unit, StateKind kind, int64_t first, std::span<const T> values) {
-    executor_.write_state(unit, kind, static_cast<size_t>(first) * sizeof(T),
-                          std::as_bytes(values));
+    const int64_t within = first - state_.shard(unit).first;
+    state_.write_state(unit, kind, static_cast<size_t>(within) * sizeof(T), std::as_bytes(values));
   }
 
   const Llama& llama_;
-  Executor& executor_;
+  StateAccess& state_;
   std::vector<Bf16> weights_;
   std::vector<uint16_t> residuals_;
 };
 
-void clear_moments(const Llama& llama, Executor& executor) {
+void clear_moments(const Llama& llama, StateAccess& state) {
   const std::vector<std::byte> zeros(static_cast<size_t>(kPiece));
   for (int unit = 0; unit < static_cast<int>(llama.units().size()); ++unit) {
     for (const StateKind kind : {StateKind::kMoment1, StateKind::kMoment2}) {
-      for_each_piece(static_cast<int64_t>(executor.state_size_bytes(unit, kind)),
+      for_each_piece(0, static_cast<int64_t>(state.state_size_bytes(unit, kind)),
                      [&](int64_t begin, int64_t count) {
-                       executor.write_state(unit, kind, static_cast<size_t>(begin),
-                                            std::span(zeros).first(static_cast<size_t>(count)));
+                       state.write_state(unit, kind, static_cast<size_t>(begin),
+                                         std::span(zeros).first(static_cast<size_t>(count)));
                      });
     }
   }
@@ -95,22 +107,23 @@ void check_weights(const CheckpointReader& reader, const Llama& llama) {
   }
 }
 
-void load_weights(const CheckpointReader& reader, const Llama& llama, Executor& executor) {
+void load_weights(const CheckpointReader& reader, const Llama& llama, StateAccess& state) {
   check_weights(reader, llama);
-  MasterWriter writer(llama, executor);
+  MasterWriter writer(llama, state);
   std::vector<float> values;
   for (const TensorPlace& place : llama.tensors()) {
-    for_each_piece(place.tensor.elements(), [&](int64_t begin, int64_t count) {
+    const Held held = held_of(place, state);
+    for_each_piece(held.first, held.end, [&](int64_t begin, int64_t count) {
       values.resize(static_cast<size_t>(count));
       reader.read_floats(place.tensor.name, begin, values);
       writer.write(place.unit, place.first + begin, values);
     });
   }
-  clear_moments(llama, executor);
+  clear_moments(llama, state);
 }
 
-void initialize_weights(uint64_t seed, const Llama& llama, Executor& executor) {
-  MasterWriter writer(llama, executor);
+void initialize_weights(uint64_t seed, const Llama& llama, StateAccess& state) {
+  MasterWriter writer(llama, state);
   std::vector<float> values;
   constexpr int64_t kBlock = 4096;
   tbb::task_arena arena;
@@ -118,7 +131,8 @@ void initialize_weights(uint64_t seed, const Llama& llama, Executor& executor) {
   for (size_t t = 0; t < llama.tensors().size(); ++t) {
     const TensorPlace& place = llama.tensors()[t];
     const bool is_norm = place.tensor.shape.size() == 1;
-    for_each_piece(place.tensor.elements(), [&](int64_t begin, int64_t count) {
+    const Held held = held_of(place, state);
+    for_each_piece(held.first, held.end, [&](int64_t begin, int64_t count) {
       values.assign(static_cast<size_t>(count), 1.0F);
       if (!is_norm) {
         for_each_index(arena, (count - 1) / kBlock + 1, [&](int64_t block) {
@@ -132,7 +146,7 @@ void initialize_weights(uint64_t seed, const Llama& llama, Executor& executor) {
       writer.write(place.unit, place.first + begin, values);
     });
   }
-  clear_moments(llama, executor);
+  clear_moments(llama, state);
 }
 
 }  // namespace strata::model

@@ -93,11 +93,11 @@ TEST_CASE("logits, loss and gradients agree with PyTorch in double precision") {
                                 pipeline::build_plan(llama, device->operators(),
                                                      {.tokens = tokens, .max_sequences = documents},
                                                      Placement::all_on(home, llama.units().size())),
-                                2);
+                                {.cpu_threads = 2});
     load_weights(reader, llama, executor);
     const pipeline::HostMicroBatch view = batch.view();
     const auto unmasked = static_cast<double>(batch.unmasked());
-    const auto result = executor.forward_backward({&view, 1}, static_cast<float>(1 / unmasked));
+    const auto result = executor.train_step({&view, 1}, static_cast<float>(1 / unmasked), {});
     const double loss = values<double>(file, "loss").front();
     CHECK(std::abs(result.loss_sum / unmasked - loss) <= bound(dtype) * loss);
 
@@ -111,12 +111,12 @@ TEST_CASE("logits, loss and gradients agree with PyTorch in double precision") {
       INFO(place.tensor.name);
       CHECK(relative_error(got, expected) <= bound(dtype));
     }
-    CHECK(result.sum_of_squares == Approx(squares).epsilon(1e-12));
+    CHECK(result.gradient_norm == Approx(std::sqrt(squares)).epsilon(1e-12));
   }
   pipeline::Plan plan = generation_plan(llama, device->operators(), tokens);
   plan = pipeline::build_plan(llama, device->operators(),
                               {.tokens = tokens, .max_sequences = documents}, plan.placement);
-  pipeline::Executor executor(*device, llama, std::move(plan), 2);
+  pipeline::Executor executor(*device, llama, std::move(plan), {.cpu_threads = 2});
   load_weights(reader, llama, executor);
   std::vector<float> logits;
   std::vector<float> row(static_cast<size_t>(config.vocab_size));
@@ -147,7 +147,7 @@ TEST_CASE("ten steps of training follow PyTorch's") {
       pipeline::build_plan(llama, device->operators(),
                            {.tokens = static_cast<int64_t>(tokens), .max_sequences = 2},
                            Placement::all_on(Tier::kHost, llama.units().size())),
-      2);
+      {.cpu_threads = 2});
   load_weights(CheckpointReader::open(golden("train10")), llama, executor);
   const double max_norm = settings.at("max_grad_norm");
   int clipped = 0;
@@ -160,19 +160,19 @@ TEST_CASE("ten steps of training follow PyTorch's") {
     batch.targets = part(all_targets);
     const pipeline::HostMicroBatch view = batch.view();
     const auto unmasked = static_cast<double>(batch.unmasked());
-    const auto result = executor.forward_backward({&view, 1}, static_cast<float>(1 / unmasked));
-    const double norm = std::sqrt(result.sum_of_squares);
+    const pipeline::StepResult result =
+        executor.train_step({&view, 1}, static_cast<float>(1 / unmasked),
+                            {.hyper = {.learning_rate = settings.at("learning_rate"),
+                                       .beta1 = settings.at("adam_beta1"),
+                                       .beta2 = settings.at("adam_beta2"),
+                                       .epsilon = settings.at("adam_epsilon"),
+                                       .weight_decay = settings.at("weight_decay")},
+                             .step = static_cast<int64_t>(step) + 1,
+                             .max_grad_norm = max_norm});
     INFO("step " << step + 1);
     CHECK(result.loss_sum / unmasked == Approx(losses[step]).epsilon(2e-5));
-    CHECK(norm == Approx(norms[step]).epsilon(2e-5));
-    clipped += norm > max_norm;
-    executor.set_pending_update(
-        cpu_adam::step_constants({.learning_rate = settings.at("learning_rate"),
-                                  .beta1 = settings.at("adam_beta1"),
-                                  .beta2 = settings.at("adam_beta2"),
-                                  .epsilon = settings.at("adam_epsilon"),
-                                  .weight_decay = settings.at("weight_decay")},
-                                 static_cast<int64_t>(step) + 1, std::min(1.0, max_norm / norm)));
+    CHECK(result.gradient_norm == Approx(norms[step]).epsilon(2e-5));
+    clipped += result.clipped;
   }
   CHECK(clipped > 0);
   for (const TensorPlace& place : llama.tensors()) {

@@ -55,6 +55,7 @@ inline std::vector<std::byte> state_of(const Llama& llama, pipeline::Executor& e
   std::vector<std::byte> all;
   for (int unit = 0; unit < static_cast<int>(llama.units().size()); ++unit) {
     const size_t size = executor.state_size_bytes(unit, kind);
+    if (size == 0) continue;
     const size_t at = all.size();
     all.resize(at + size);
     executor.read_state(unit, kind, 0, std::span(all).subspan(at));
