@@ -41,12 +41,40 @@ Choices<OffloadChoice> choices_of(OffloadChoice) {
   static constexpr std::pair<std::string_view, OffloadChoice> kChoices[] = {
       {"auto", OffloadChoice::kAuto},
       {"none", OffloadChoice::kNone},
-      {"host", OffloadChoice::kHost}};
+      {"host", OffloadChoice::kHost},
+      {"nvme", OffloadChoice::kNvme}};
   return kChoices;
 }
+Choices<CommitChoice> choices_of(CommitChoice) {
+  static constexpr std::pair<std::string_view, CommitChoice> kChoices[] = {
+      {"step", CommitChoice::kStep}, {"save", CommitChoice::kSave}};
+  return kChoices;
+}
+Choices<SaveStrategy> choices_of(SaveStrategy) {
+  static constexpr std::pair<std::string_view, SaveStrategy> kChoices[] = {
+      {"steps", SaveStrategy::kSteps}, {"no", SaveStrategy::kNo}};
+  return kChoices;
+}
+Choices<cpu_adam::MomentFormat> choices_of(cpu_adam::MomentFormat) {
+  using Format = cpu_adam::MomentFormat;
+  static constexpr std::pair<std::string_view, Format> kChoices[] = {
+      {"fp32", Format::kF32}, {"bf16", Format::kBf16}, {"int8", Format::kInt8}};
+  return kChoices;
+}
+
 Choices<DType> choices_of(DType) {
   static constexpr std::pair<std::string_view, DType> kChoices[] = {{"bf16", DType::kBf16},
                                                                     {"fp32", DType::kF32}};
+  return kChoices;
+}
+Choices<pipeline::Sharding> choices_of(pipeline::Sharding) {
+  using S = pipeline::Sharding;
+  static constexpr std::pair<std::string_view, S> kChoices[] = {
+      {"no_shard", S::kNoShard},
+      {"shard_optimizer", S::kShardOptimizer},
+      {"shard_grad_op", S::kShardGradOp},
+      {"full_shard", S::kFullShard},
+      {"hybrid_shard", S::kHybridShard}};
   return kChoices;
 }
 Choices<SourceType> choices_of(SourceType) {
@@ -182,6 +210,43 @@ void parse(const ConfigKey& key, std::string_view text, std::vector<SourceSpec>&
   out = std::move(sources);
 }
 
+void parse(const ConfigKey& key, std::string_view text, std::optional<int64_t>& out) {
+  if (text.empty()) {
+    out.reset();
+  } else {
+    out = parse_number<int64_t>(key, "a whole number", text);
+  }
+}
+
+/// PATH or PATH:BYTES. A colon that no amount follows belongs to the path.
+DriveSpec parse_drive(std::string_view key, std::string_view text) {
+  DriveSpec drive{std::string(text), std::nullopt};
+  const size_t colon = text.rfind(':');
+  const bool amount = colon != std::string_view::npos && colon + 1 < text.size() &&
+                      text[colon + 1] >= '0' && text[colon + 1] <= '9';
+  if (amount) {
+    drive = {std::string(text.substr(0, colon)),
+             parse_amount(key, "directories with amounts such as /mnt/drive:500GB", text,
+                          text.substr(colon + 1))};
+  }
+  if (drive.path.empty()) throw usage_error(fmt::format("{} has an entry without a path", key));
+  return drive;
+}
+
+void parse(const ConfigKey& key, std::string_view text, std::vector<DriveSpec>& out) {
+  std::vector<DriveSpec> drives;
+  while (!text.empty()) {
+    text.remove_prefix(std::min(text.find_first_not_of(' '), text.size()));
+    const size_t comma = text.find(',');
+    drives.push_back(parse_drive(key.name, text.substr(0, comma)));
+    if (comma == text.size() - 1) {
+      throw usage_error(fmt::format("{} ends with a comma", key.name));
+    }
+    text.remove_prefix(comma == std::string_view::npos ? text.size() : comma + 1);
+  }
+  out = std::move(drives);
+}
+
 template <class Enum>
 requires std::is_enum_v<Enum>
 void parse(const ConfigKey& key, std::string_view text, Enum& out) {
@@ -216,6 +281,19 @@ std::string text_of(const std::optional<double>& value) {
   return value ? text_of(std::optional(static_cast<size_t>(*value))) : "";
 }
 
+std::string text_of(const std::optional<int64_t>& value) { return value ? text_of(*value) : ""; }
+
+std::string text_of(const DriveSpec& drive) {
+  const std::string amount = text_of(drive.limit_bytes);
+  return amount.empty() ? drive.path : fmt::format("{}:{}", drive.path, amount);
+}
+
+std::string text_of(const std::vector<DriveSpec>& drives) {
+  std::string text;
+  for (const DriveSpec& drive : drives) text += (text.empty() ? "" : ",") + text_of(drive);
+  return text;
+}
+
 std::string text_of(const std::vector<SourceSpec>& sources) {
   std::string text;
   for (const SourceSpec& source : sources) {
@@ -233,13 +311,16 @@ requires std::is_enum_v<Enum> std::string text_of(Enum value) {
 
 template <class Value>
 std::string_view type_of() {
-  if constexpr (std::is_same_v<Value, int64_t>) return "N";
+  if constexpr (std::is_same_v<Value, int64_t> || std::is_same_v<Value, std::optional<int64_t>>) {
+    return "N";
+  }
   if constexpr (std::is_same_v<Value, double>) return "NUMBER";
   if constexpr (std::is_same_v<Value, bool>) return "true|false";
   if constexpr (std::is_same_v<Value, std::string>) return "PATH";
   if constexpr (std::is_same_v<Value, std::optional<size_t>>) return "BYTES";
   if constexpr (std::is_same_v<Value, std::optional<double>>) return "BYTES/s";
   if constexpr (std::is_same_v<Value, std::vector<SourceSpec>>) return "PATH[:TYPE],...";
+  if constexpr (std::is_same_v<Value, std::vector<DriveSpec>>) return "PATH[:BYTES],...";
   if constexpr (std::is_enum_v<Value>) {
     static const std::string names = names_of(choices_of(Value{}), "|");
     return names;
@@ -279,9 +360,11 @@ const auto& table() {
           "with eval_datasets",
           {0, 0.9}),
       key_of<&C::sequence_len>("sequence_len", "tokens of one sequence", {1, 1 << 20}),
-      key_of<&C::micro_batch_size>("micro_batch_size", "sequences computed at once", {1, 1 << 20}),
+      key_of<&C::micro_batch_size>("micro_batch_size", "sequences computed at once, on each rank",
+                                   {1, 1 << 20}),
       key_of<&C::gradient_accumulation_steps>("gradient_accumulation_steps",
-                                              "micro-batches of one optimizer step", {1, 1 << 20}),
+                                              "micro-batches of one optimizer step, on each rank",
+                                              {1, 1 << 20}),
       key_of<&C::max_steps>("max_steps", "optimizer steps; 0: as many as num_epochs takes",
                             {0, kManySteps}),
       key_of<&C::num_epochs>("num_epochs", "passes over the data, where max_steps is 0", {1, 1e6}),
@@ -305,6 +388,9 @@ const auto& table() {
       key_of<&C::output_dir>("output_dir", "directory for checkpoints, metrics and the model"),
       key_of<&C::resume>("resume",
                          "a checkpoint to go on from; auto: the latest in output_dir, if any"),
+      key_of<&C::save_strategy>("save_strategy",
+                                "steps: checkpoints every save_steps and at the end; no: none, "
+                                "for trials and for runs that are committed on drives"),
       key_of<&C::save_steps>("save_steps", "steps between checkpoints; 0: only at the end",
                              {0, kManySteps}),
       key_of<&C::save_total_limit>("save_total_limit", "checkpoints to keep; 0: all",
@@ -317,20 +403,66 @@ const auto& table() {
       key_of<&C::device>("device", "what computes; auto: cuda where there is one, else host"),
       key_of<&C::device_memory>("device_memory",
                                 "the most to use of the device's memory; empty: what is free"),
-      key_of<&C::host_memory>("host_memory",
-                              "the most to use of host memory; empty: what is needed"),
-      key_of<&C::threads>("threads", "of the CPU; 0: one for each core", {0, 4096}),
+      key_of<&C::host_memory>(
+          "host_memory", "the most to use of host memory, on each rank; empty: what is needed"),
+      key_of<&C::nvme>(
+          "nvme",
+          "directories on NVMe drives, one a drive, in which state may rest, each with "
+          "the most to use of it; of several ranks each has a subdirectory rank-N of its own, and "
+          "may use that much"),
+      key_of<&C::commit>("commit",
+                         "where all state rests on nvme: whether each step is kept for good (step, "
+                         "which takes twice the room), or only what checkpoints save (save)"),
+      key_of<&C::threads>(
+          "threads",
+          "of the CPU, for each rank; 0: one for each core, divided among the ranks of a host",
+          {0, 4096}),
       key_of<&C::offload>("offload",
                           "where weights, gradients and optimizer state rest: on the device "
-                          "(none) or in host memory (host); auto: on the device if they fit"),
-      key_of<&C::weight_slots>("weight_slots", "buffers on the device that offloaded weights use",
-                               {1, 1024}),
+                          "(none), in host memory (host) or on drives (nvme); auto: wherever makes "
+                          "the step fastest of what fits"),
+      key_of<&C::weight_slots>(
+          "weight_slots",
+          "buffers on the device that offloaded weights use; empty: as many as "
+          "the plan finds best",
+          {1, 1024}),
+      key_of<&C::profile>("profile",
+                          "the machine's speeds, by which the plan is chosen and foretold: a file, "
+                          "or the name of a machine (strata plan --help lists them)"),
+      key_of<&C::trace>("trace",
+                        "a file for a timeline of the last step, measured and predicted, for "
+                        "Perfetto or chrome://tracing"),
+      key_of<&C::optimizer_state>("optimizer_state",
+                                  "how Adam's moments rest; fp32 is exact, bf16 and int8 round "
+                                  "stochastically (docs/adam.md)"),
       key_of<&C::compute_dtype>("compute_dtype",
                                 "what is computed in; fp32 is slow and for reference"),
+      key_of<&C::sharding>(
+          "sharding",
+          "what the ranks that mpirun, torchrun or srun starts divide among themselves: nothing "
+          "(no_shard, DDP), optimizer state (shard_optimizer, ZeRO-1), gradients too "
+          "(shard_grad_op, ZeRO-2), weights too (full_shard, ZeRO-3; if not given), or that within "
+          "groups that are replicas of each other (hybrid_shard); not used by a single rank"),
+      key_of<&C::shard_group_size>("shard_group_size",
+                                   "ranks of a group of hybrid_shard, consecutive ones; 0: those "
+                                   "of one host; not used by the others",
+                                   {0, 1 << 20}),
+      key_of<&C::reduce_dtype>("reduce_dtype",
+                               "what gradients are summed over ranks in; bf16 sends half as much "
+                               "and rounds (if not given, fp32)"),
+      key_of<&C::rank_timeout>("rank_timeout",
+                               "seconds without a sign of life after which a rank counts as stuck, "
+                               "and all ranks end; also how long ranks wait for each other at the "
+                               "start (if not given, 60)",
+                               {1, 86400}),
       key_of<&C::upload_bandwidth>(
           "upload_bandwidth", "most that copies to the host device may reach; empty: no limit"),
       key_of<&C::download_bandwidth>(
           "download_bandwidth", "most that copies from the host device may reach; empty: no limit"),
+      key_of<&C::nvme_read_bandwidth>("nvme_read_bandwidth",
+                                      "most that reads from each drive may reach; empty: no limit"),
+      key_of<&C::nvme_write_bandwidth>("nvme_write_bandwidth",
+                                       "most that writes to each drive may reach; empty: no limit"),
   };
   return keys;
 }
@@ -416,6 +548,14 @@ void set_from_yaml(TrainConfig& config, const ConfigKey& key, const YAML::Node& 
       sources.push_back(read_source(key, item));
     }
     *list = std::move(sources);
+  } else if (key.name == "nvme" && node.IsSequence()) {
+    std::vector<DriveSpec> drives;
+    for (const auto& item : node) {
+      mark = item.Mark();
+      if (!item.IsScalar()) throw usage_error("each entry of nvme must be PATH or PATH:BYTES");
+      drives.push_back(parse_drive(key.name, item.Scalar()));
+    }
+    config.nvme = std::move(drives);
   } else if (node.IsScalar() || node.IsNull()) {
     key.set(key, config, node.Scalar());
   } else {
@@ -512,6 +652,10 @@ void check(const TrainConfig& config, std::initializer_list<std::string_view> re
     throw usage_error(fmt::format("warmup_steps ({}) must not be more than max_steps ({})",
                                   config.warmup_steps, config.max_steps));
   }
+  if (config.offload == OffloadChoice::kNvme && config.nvme.empty()) {
+    throw usage_error(
+        "offload is nvme, and nvme names no directory; name one on each drive to use");
+  }
   constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();
   if (config.micro_batch_size > kMostTokens / config.sequence_len) {
     throw usage_error(
@@ -541,6 +685,10 @@ std::string to_yaml(const TrainConfig& config) {
       emit_list(config.datasets);
     } else if (key.name == "eval_datasets") {
       emit_list(config.eval_datasets);
+    } else if (key.name == "nvme" && !config.nvme.empty()) {
+      out << YAML::BeginSeq;
+      for (const DriveSpec& drive : config.nvme) out << text_of(drive);
+      out << YAML::EndSeq;
     } else {
       out << key.get(config);
     }

@@ -17,15 +17,33 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "cpu_adam/moments.h"
+#include "gpu/open_device.h"
+#include "pipeline/sharding.h"
 #include "train/dataset.h"
 #include "train/learning_rate.h"
 
 namespace strata::train {
 
-enum class DeviceChoice : uint8_t { kAuto, kCuda, kHost };
-/// Where weights, gradients and optimizer state rest between uses. kAuto: on the device if they
-/// fit, else in host memory.
-enum class OffloadChoice : uint8_t { kAuto, kNone, kHost };
+using gpu::DeviceChoice;
+/// Where weights, gradients and optimizer state rest between uses. kAuto: wherever makes the step
+/// fastest of what fits in device memory, host memory and the drives given.
+enum class OffloadChoice : uint8_t { kAuto, kNone, kHost, kNvme };
+
+/// Until when what rests on drives can be lost.
+enum class CommitChoice : uint8_t {
+  kStep,  // until the step is over: two slots on the drives
+  kSave   // until a checkpoint is saved: one slot
+};
+
+enum class SaveStrategy : uint8_t { kSteps, kNo };
+
+/// A directory on a drive, and the most to use of it.
+struct DriveSpec {
+  std::string path;
+  std::optional<size_t> limit_bytes;
+  friend bool operator==(const DriveSpec&, const DriveSpec&) = default;
+};
 
 /// The defaults are those of the keys; what each means is the help text in config.cc.
 struct TrainConfig {
@@ -51,6 +69,7 @@ struct TrainConfig {
   bool shuffle = true;
   std::string output_dir;
   std::string resume;
+  SaveStrategy save_strategy = SaveStrategy::kSteps;
   int64_t save_steps = 0;
   int64_t save_total_limit = 0;
   int64_t eval_steps = 0;
@@ -59,12 +78,24 @@ struct TrainConfig {
   DeviceChoice device = DeviceChoice::kAuto;
   std::optional<size_t> device_memory;
   std::optional<size_t> host_memory;
+  std::vector<DriveSpec> nvme;
+  CommitChoice commit = CommitChoice::kStep;
   int64_t threads = 0;
   OffloadChoice offload = OffloadChoice::kAuto;
-  int64_t weight_slots = 2;
+  std::optional<int64_t> weight_slots;
+  std::string profile;
+  std::string trace;
   DType compute_dtype = DType::kBf16;
-  std::optional<double> upload_bandwidth;    // bytes per second
-  std::optional<double> download_bandwidth;  // bytes per second
+  cpu_adam::MomentFormat optimizer_state = cpu_adam::MomentFormat::kF32;
+  /// What ranks divide among themselves; full_shard needs least memory.
+  pipeline::Sharding sharding = pipeline::Sharding::kFullShard;
+  int64_t shard_group_size = 0;  // of hybrid_shard; 0: the ranks of one host
+  DType reduce_dtype = DType::kF32;
+  int64_t rank_timeout = 60;                   // seconds
+  std::optional<double> upload_bandwidth;      // bytes per second
+  std::optional<double> download_bandwidth;    // bytes per second
+  std::optional<double> nvme_read_bandwidth;   // bytes per second of each drive
+  std::optional<double> nvme_write_bandwidth;  // bytes per second of each drive
 
   friend bool operator==(const TrainConfig&, const TrainConfig&) = default;
 };

@@ -150,10 +150,22 @@ void WindowSet::read(int64_t window, std::span<int32_t> tokens, std::span<int32_
   STRATA_CHECK(
       tokens.size() == static_cast<size_t>(sequence_len_) && targets.size() == tokens.size(),
       "a window fills sequence_len tokens and targets");
-  const auto after = std::ranges::upper_bound(starts_, window);
-  const auto index = static_cast<size_t>(after - starts_.begin()) - 1;
+  const size_t index = part_with(window);
   const Part& part = parts_[index];
   part.file->read(part.first_window + window - starts_[index], raw_, tokens, targets);
+}
+
+int64_t WindowSet::targets_of(int64_t window) const {
+  STRATA_CHECK(window >= 0 && window < window_count(), "no such window");
+  const size_t index = part_with(window);
+  const Part& part = parts_[index];
+  const int64_t of_file = part.first_window + window - starts_[index];
+  return part.file->targets_before(of_file + 1) - part.file->targets_before(of_file);
+}
+
+size_t WindowSet::part_with(int64_t window) const {
+  const auto after = std::ranges::upper_bound(starts_, window);
+  return static_cast<size_t>(after - starts_.begin()) - 1;
 }
 
 Datasets open_datasets(const DatasetOptions& options) {
@@ -224,18 +236,31 @@ int64_t DataLoader::window_at(DataPosition position) {
   return order_[static_cast<size_t>(position.index)];
 }
 
-void DataLoader::next(std::span<int32_t> tokens, std::span<int32_t> targets) {
+int64_t DataLoader::next(std::span<int32_t> tokens, std::span<int32_t> targets) {
   const auto length = static_cast<size_t>(windows_.sequence_len());
   const auto batch = static_cast<size_t>(micro_batch_size_);
   STRATA_CHECK(tokens.size() == batch * length && targets.size() == tokens.size(),
                "a micro-batch fills micro_batch_size * sequence_len tokens and targets");
   DataPosition position = position_;
+  int64_t unmasked = 0;
   for (size_t row = 0; row < batch; ++row) {
-    windows_.read(window_at(position), tokens.subspan(row * length, length),
+    const int64_t window = window_at(position);
+    windows_.read(window, tokens.subspan(row * length, length),
                   targets.subspan(row * length, length));
+    unmasked += windows_.targets_of(window);
     if (++position.index == windows_.window_count()) position = {position.epoch + 1, 0};
   }
   position_ = position;
+  return unmasked;
+}
+
+int64_t DataLoader::skip(int64_t micro_batches) {
+  int64_t unmasked = 0;
+  for (int64_t window = 0; window < micro_batches * micro_batch_size_; ++window) {
+    unmasked += windows_.targets_of(window_at(position_));
+    if (++position_.index == windows_.window_count()) position_ = {position_.epoch + 1, 0};
+  }
+  return unmasked;
 }
 
 void DataLoader::restore(DataPosition position) {
@@ -248,32 +273,45 @@ void DataLoader::restore(DataPosition position) {
   position_ = position;
 }
 
-EvalLoader::EvalLoader(WindowSet windows, int64_t micro_batch_size)
-    : windows_(std::move(windows)), micro_batch_size_(micro_batch_size) {
+EvalLoader::EvalLoader(WindowSet windows, int64_t micro_batch_size, int64_t max_batches)
+    : windows_(std::move(windows)),
+      micro_batch_size_(micro_batch_size),
+      end_window_(max_batches > 0 && max_batches <= windows_.window_count() / micro_batch_size
+                      ? max_batches * micro_batch_size
+                      : windows_.window_count()) {
   STRATA_CHECK(micro_batch_size > 0, "a micro-batch has at least one sequence");
 }
 
 int64_t EvalLoader::batch_count() const noexcept {
-  return (windows_.window_count() + micro_batch_size_ - 1) / micro_batch_size_;
+  return (end_window_ + micro_batch_size_ - 1) / micro_batch_size_;
 }
 
-bool EvalLoader::next(std::span<int32_t> tokens, std::span<int32_t> targets) {
+int64_t EvalLoader::next(std::span<int32_t> tokens, std::span<int32_t> targets) {
   const auto length = static_cast<size_t>(windows_.sequence_len());
   const auto batch = static_cast<size_t>(micro_batch_size_);
   STRATA_CHECK(tokens.size() == batch * length && targets.size() == tokens.size(),
                "a micro-batch fills micro_batch_size * sequence_len tokens and targets");
-  if (next_window_ >= windows_.window_count()) return false;
+  if (next_window_ >= end_window_) return 0;
+  int64_t unmasked = 0;
   for (size_t row = 0; row < batch; ++row) {
     const auto row_tokens = tokens.subspan(row * length, length);
     const auto row_targets = targets.subspan(row * length, length);
-    if (next_window_ < windows_.window_count()) {
+    if (next_window_ < end_window_) {
+      unmasked += windows_.targets_of(next_window_);
       windows_.read(next_window_++, row_tokens, row_targets);
     } else {
       std::ranges::fill(row_tokens, 0);
       std::ranges::fill(row_targets, -1);
     }
   }
-  return true;
+  return unmasked;
+}
+
+int64_t EvalLoader::skip() {
+  int64_t unmasked = 0;
+  const int64_t end = std::min(next_window_ + micro_batch_size_, end_window_);
+  while (next_window_ < end) unmasked += windows_.targets_of(next_window_++);
+  return unmasked;
 }
 
 }  // namespace strata::train

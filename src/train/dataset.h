@@ -53,6 +53,8 @@ class WindowSet {
   /// Fills both spans, sequence_len each. Throws a usage error that names file, byte offset and id
   /// for an id outside the vocabulary, and an Error where the file cannot be read any more.
   void read(int64_t window, std::span<int32_t> tokens, std::span<int32_t> targets);
+  /// Targets of the window that are not padding: at least one. Reads nothing.
+  [[nodiscard]] int64_t targets_of(int64_t window) const;
 
  private:
   friend struct Datasets open_datasets(const DatasetOptions& options);
@@ -61,6 +63,7 @@ class WindowSet {
     int64_t first_window;
   };
   void add(std::shared_ptr<const TokenFile> file, int64_t first_window, int64_t window_count);
+  [[nodiscard]] size_t part_with(int64_t window) const;
 
   int64_t sequence_len_;
   std::vector<Part> parts_;
@@ -104,8 +107,12 @@ class DataLoader {
   DataLoader(WindowSet windows, int64_t micro_batch_size, uint64_t seed, bool shuffle);
 
   /// Fills both spans, micro_batch_size * sequence_len each. Where an epoch ends within the batch,
-  /// the next one fills it up. Throws as WindowSet::read, and then stays where it was.
-  void next(std::span<int32_t> tokens, std::span<int32_t> targets);
+  /// the next one fills it up. Returns how many targets are not padding. Throws as WindowSet::read,
+  /// and then stays where it was.
+  int64_t next(std::span<int32_t> tokens, std::span<int32_t> targets);
+  /// Goes on by so many micro-batches as next() would, without reading them, and returns what it
+  /// would have.
+  int64_t skip(int64_t micro_batches);
 
   [[nodiscard]] DataPosition state() const noexcept { return position_; }
   /// Throws a usage error for a position that this data does not have.
@@ -129,19 +136,24 @@ class DataLoader {
 /// targets are all -1.
 class EvalLoader {
  public:
-  EvalLoader(WindowSet windows, int64_t micro_batch_size);
+  /// `max_batches`: no more than the first of them; 0: all.
+  EvalLoader(WindowSet windows, int64_t micro_batch_size, int64_t max_batches = 0);
 
   [[nodiscard]] int64_t batch_count() const noexcept;
   /// Starts again with the first window.
   void rewind() noexcept { next_window_ = 0; }
-  /// False after the last batch, the spans untouched.
-  [[nodiscard]] bool next(std::span<int32_t> tokens, std::span<int32_t> targets);
+  /// Returns how many targets are not padding: 0 after the last batch, the spans untouched.
+  [[nodiscard]] int64_t next(std::span<int32_t> tokens, std::span<int32_t> targets);
+  /// Goes on by one micro-batch as next() would, without reading it, and returns what it would
+  /// have.
+  int64_t skip();
 
   [[nodiscard]] size_t memory_bytes() const noexcept { return windows_.memory_bytes(); }
 
  private:
   WindowSet windows_;
   int64_t micro_batch_size_;
+  int64_t end_window_;
   int64_t next_window_ = 0;
 };
 

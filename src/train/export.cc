@@ -10,6 +10,7 @@
 #include "base/file.h"
 #include "model/hf_config.h"
 #include "train/checkpoint.h"
+#include "train/checkpoint_tensors.h"
 
 namespace strata::train {
 namespace {
@@ -17,7 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 using model::ElementType;
 
-constexpr int64_t kPiece = int64_t{1} << 18;  // elements
+constexpr size_t kPiece = size_t{1} << 18;  // elements
 
 }  // namespace
 
@@ -47,7 +48,7 @@ ExportSummary export_model(const fs::path& source, const fs::path& directory,
   }
   const model::LlamaConfig config = model::read_llama_config(checkpoint);
   verify_masters(checkpoint);
-  const auto file = model::SafetensorsFile::open(checkpoint_state_file(checkpoint));
+  const CheckpointTensors saved(checkpoint);
   const ElementType type = options.type.value_or(
       config.torch_dtype == "float32" ? ElementType::kF32 : ElementType::kBf16);
 
@@ -62,30 +63,33 @@ ExportSummary export_model(const fs::path& source, const fs::path& directory,
   std::vector<Bf16> weights;
   std::vector<uint16_t> residuals;
   for (const model::TensorSpec& tensor : tensors) {
-    const model::TensorInfo* weight = file.find("weight." + tensor.name);
-    const model::TensorInfo* residual = file.find("residual." + tensor.name);
-    if (!weight || weight->shape != tensor.shape) {
+    const CheckpointTensors::Tensor* weight = saved.find("weight." + tensor.name);
+    const CheckpointTensors::Tensor* residual = saved.find("residual." + tensor.name);
+    const ElementType stored = residual ? ElementType::kBf16 : ElementType::kF32;
+    if (!weight || weight->shape != tensor.shape || weight->type != stored ||
+        (residual && residual->size_bytes != weight->size_bytes)) {
       throw usage_error(fmt::format("'{}' is damaged: tensor '{}' is missing or of another shape",
                                     checkpoint.string(), tensor.name));
     }
-    for (int64_t begin = 0; begin < weight->elements; begin += kPiece) {
-      const auto count = static_cast<size_t>(std::min(kPiece, weight->elements - begin));
+    const size_t elements = weight->size_bytes / (residual ? sizeof(Bf16) : sizeof(float));
+    for (size_t begin = 0; begin < elements; begin += kPiece) {
+      const size_t count = std::min(kPiece, elements - begin);
       masters.resize(count);
       weights.resize(count);
       if (residual) {
         residuals.resize(count);
-        file.read(*weight, begin * 2, std::as_writable_bytes(std::span(weights)));
-        file.read(*residual, begin * 2, std::as_writable_bytes(std::span(residuals)));
+        saved.read(*weight, begin * 2, std::as_writable_bytes(std::span(weights)));
+        saved.read(*residual, begin * 2, std::as_writable_bytes(std::span(residuals)));
         for (size_t i = 0; i < count; ++i) masters[i] = join_master({weights[i], residuals[i]});
       } else {
-        file.read_floats(*weight, begin, masters);
+        saved.read(*weight, begin * 4, std::as_writable_bytes(std::span(masters)));
         std::transform(masters.begin(), masters.end(), weights.begin(), to_bf16);
       }
       writer.write(type == ElementType::kF32 ? std::as_bytes(std::span(masters))
                                              : std::as_bytes(std::span(weights)));
     }
     ++summary.tensors;
-    summary.bytes += weight->elements * (type == ElementType::kF32 ? 4 : 2);
+    summary.bytes += static_cast<int64_t>(elements) * (type == ElementType::kF32 ? 4 : 2);
   }
   write_text_file_atomically(directory / "config.json", config.text);
   writer.finish();

@@ -35,17 +35,24 @@ int64_t step_of(const std::string& line) {
   return step != parsed.end() && step->is_number_integer() ? step->get<int64_t>() : -1;
 }
 
-/// The end of the last good line before the first one of a step above `last_step`. Lines that
+struct Kept {
+  int64_t bytes = 0;
+  int64_t last_step = -1;  // of the last line, if that is a training step
+};
+
+/// Up to the end of the last good line before the first one of a step above `last_step`. Lines that
 /// cannot be read count as torn only at the end: in between, somebody put them there.
-int64_t bytes_to_keep(const std::filesystem::path& path, int64_t last_step) {
+Kept what_to_keep(const std::filesystem::path& path, int64_t last_step) {
   std::ifstream file(path, std::ios::binary);
   int64_t offset = 0;
-  int64_t keep = 0;
+  Kept keep;
   for (std::string line; std::getline(file, line) && !file.eof();) {  // eof: no line break ended it
     offset += static_cast<int64_t>(line.size()) + 1;
     const int64_t step = step_of(line);
     if (step > last_step) break;
-    if (step >= 0) keep = offset;
+    if (step < 0) continue;
+    const bool is_training = Json::parse(line, nullptr, false).contains("loss");
+    keep = {offset, is_training ? step : -1};
   }
   return keep;
 }
@@ -62,7 +69,8 @@ std::string to_json(const TrainMetrics& metrics) {
                {"tokens", metrics.tokens},
                {"seconds", metrics.seconds},
                {"device_bytes", metrics.device_bytes},
-               {"host_bytes", metrics.host_bytes}});
+               {"host_bytes", metrics.host_bytes},
+               {"nvme_bytes_written", metrics.nvme_bytes_written}});
 }
 
 std::string to_json(const EvalMetrics& metrics) {
@@ -74,9 +82,9 @@ MetricsWriter::MetricsWriter(std::filesystem::path path, int64_t resumed_step)
   const int flags = O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC;
   fd_ = UniqueFd::adopt(::open(path_.c_str(), flags, 0644));
   if (!fd_) throw IoError("open", path_.string(), errno);
-  if (::ftruncate(fd_.get(), bytes_to_keep(path_, resumed_step)) != 0) {
-    throw IoError("shorten", path_.string(), errno);
-  }
+  const Kept keep = what_to_keep(path_, resumed_step);
+  last_step_ = keep.last_step;
+  if (::ftruncate(fd_.get(), keep.bytes) != 0) throw IoError("shorten", path_.string(), errno);
 }
 
 void MetricsWriter::append_line(std::string line) {

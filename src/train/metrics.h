@@ -22,6 +22,7 @@ struct TrainMetrics {
   double seconds = 0;
   size_t device_bytes = 0;
   size_t host_bytes = 0;
+  uint64_t nvme_bytes_written = 0;  // to all drives in this step: their wear
 };
 
 struct EvalMetrics {
@@ -45,6 +46,10 @@ class MetricsWriter {
   /// first line of a step above `resumed_step` on, and a torn end.
   MetricsWriter(std::filesystem::path path, int64_t resumed_step);
 
+  /// Whether the last line kept is that of training step `step`: its evaluation, if one was due,
+  /// was cut off.
+  [[nodiscard]] bool ends_with_step(int64_t step) const noexcept { return last_step_ == step; }
+
   void append(const TrainMetrics& metrics) { append_line(to_json(metrics)); }
   void append(const EvalMetrics& metrics) { append_line(to_json(metrics)); }
 
@@ -53,6 +58,7 @@ class MetricsWriter {
 
   std::filesystem::path path_;
   UniqueFd fd_;
+  int64_t last_step_ = -1;  // -1: the file, as it was opened, ends with no training step
 };
 
 }  // namespace strata::train

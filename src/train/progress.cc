@@ -44,6 +44,10 @@ void write(std::FILE* out, const std::string& text) {
 
 bool is_terminal(std::FILE* out) noexcept { return ::isatty(::fileno(out)) == 1; }
 
+std::string format_seconds(double seconds) {
+  return seconds < 1 ? fmt::format("{:.3g} ms", seconds * 1e3) : fmt::format("{:.3g} s", seconds);
+}
+
 std::string format_duration(double seconds) {
   if (!(seconds >= 0 && seconds < 1e12)) return "?";
   const auto total = static_cast<int64_t>(std::llround(seconds));

@@ -29,6 +29,8 @@ struct ProgressSample {
 
 /// "42s", "3m07s", "2h05m", "4d03h"; "?" for what is not a time.
 [[nodiscard]] std::string format_duration(double seconds);
+/// Of what is short: "1.23 s", "45.6 ms".
+[[nodiscard]] std::string format_seconds(double seconds);
 
 /// Keeps no clock: all times come with the samples. Failing output is not an error of training, so
 /// it is ignored. For one thread.

@@ -1,214 +1,164 @@
 #include "train/trainer.h"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/file.h>
-#include <unistd.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cerrno>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstring>
-#include <numeric>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 #include "base/bytes.h"
 #include "base/error.h"
 #include "base/file.h"
-#include "gpu/host/host_device.h"
+#include "cpu_adam/adam.h"
+#include "gpu/open_device.h"
 #include "model/weights.h"
+#include "nvme/arena_file.h"
 #include "pipeline/executor.h"
+#include "pipeline/trace.h"
 #include "train/checkpoint.h"
 #include "train/dataset.h"
 #include "train/learning_rate.h"
+#include "train/output_directory.h"
 #include "train/process_memory.h"
+#include "train/rank_batches.h"
+#include "train/run_plan.h"
+#include "train/run_store.h"
 
 namespace strata::train {
 namespace {
 
 namespace fs = std::filesystem;
-using pipeline::Plan;
 using pipeline::Tier;
-
-constexpr const char* kMetricsFile = "metrics.jsonl";
-constexpr const char* kConfigFile = "config.yaml";
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-/// The micro-batches of one step, each window a document of its own.
-class StepBatches {
- public:
-  StepBatches(int64_t micro_batches, int64_t windows, int64_t sequence_len) {
-    const auto tokens = static_cast<size_t>(windows * sequence_len);
-    positions_.resize(tokens);
-    for (size_t i = 0; i < tokens; ++i) {
-      positions_[i] = static_cast<int32_t>(static_cast<int64_t>(i) % sequence_len);
-    }
-    for (int64_t i = 0; i <= windows; ++i) {
-      offsets_.push_back(static_cast<int32_t>(i * sequence_len));
-    }
-    for (int64_t m = 0; m < micro_batches; ++m) {
-      auto& batch = batches_.emplace_back();
-      batch.tokens.resize(tokens);
-      batch.targets.resize(tokens);
-    }
-    for (const Batch& batch : batches_) {
-      views_.push_back({batch.tokens, batch.targets, positions_, offsets_});
-    }
-  }
-  StepBatches(const StepBatches&) = delete;
-  StepBatches& operator=(const StepBatches&) = delete;
+/// How long a rank may be at one step or save before it counts as stuck, be it alive or not.
+constexpr std::chrono::minutes kStepPatience(60), kSavePatience(240);
 
-  struct Batch {
-    std::vector<int32_t> tokens, targets;
-  };
-  [[nodiscard]] std::vector<Batch>& batches() { return batches_; }
-  [[nodiscard]] std::span<const pipeline::HostMicroBatch> views() const { return views_; }
-  /// Targets that are part of the loss.
-  [[nodiscard]] int64_t unmasked() const {
-    return std::accumulate(batches_.begin(), batches_.end(), int64_t{0},
-                           [](int64_t sum, const Batch& batch) {
-                             return sum + std::count_if(batch.targets.begin(), batch.targets.end(),
-                                                        [](int32_t target) { return target >= 0; });
-                           });
-  }
-  [[nodiscard]] static size_t memory_bytes(int64_t micro_batches, int64_t tokens) {
-    return static_cast<size_t>(2 * micro_batches + 1) * static_cast<size_t>(tokens) *
-           sizeof(int32_t);
-  }
-
- private:
-  std::vector<Batch> batches_;
-  std::vector<int32_t> positions_, offsets_;
-  std::vector<pipeline::HostMicroBatch> views_;
-};
-
-Plan make_plan(const TrainConfig& config, const gpu::Device& device, gpu::Operators& operators,
-               const model::Llama& llama, size_t data_bytes) {
-  const pipeline::StepShape shape{.micro_batches = config.gradient_accumulation_steps,
-                                  .tokens = config.micro_batch_size * config.sequence_len,
-                                  .max_sequences = config.micro_batch_size};
-  const auto slots = static_cast<int>(config.weight_slots);
-  const size_t device_bytes = config.device_memory.value_or(device.free_memory_bytes());
-  const size_t available = available_memory_bytes();
-  const size_t host_bytes = config.host_memory.value_or(available);
-  Plan plan;
-  if (config.offload == OffloadChoice::kAuto) {
-    plan = pipeline::choose_plan(llama, operators, shape, slots, true, device_bytes, host_bytes);
-  } else {
-    const Tier home = config.offload == OffloadChoice::kNone ? Tier::kDevice : Tier::kHost;
-    plan = pipeline::build_plan(llama, operators, shape,
-                                pipeline::Placement::all_on(home, llama.units().size(), slots));
-  }
-  const auto require = [](std::string_view what, size_t needed, size_t allowed,
-                          std::string_view advice) {
-    if (needed <= allowed) return;
-    throw Error(ErrorKind::kDoesNotFit,
-                fmt::format("the plan needs {} ({} bytes) of {}, and {} are there; {}",
-                            format_bytes(needed), needed, what, format_bytes(allowed), advice));
-  };
-  require(
-      "device memory", plan.bytes(Tier::kDevice), device_bytes,
-      config.offload == OffloadChoice::kNone
-          ? "raise device_memory, lower micro_batch_size, or let state rest in host memory with "
-            "offload: host"
-          : "raise device_memory, or lower micro_batch_size or sequence_len");
-  require("host memory", plan.bytes(Tier::kHost) + data_bytes, host_bytes,
-          "raise host_memory or choose a smaller model");
-  if (device.kind() == "host") {
-    require("this machine's memory for both arenas",
-            plan.bytes(Tier::kDevice) + plan.bytes(Tier::kHost) + data_bytes, available,
-            "lower micro_batch_size or choose a smaller model");
-  }
-  return plan;
-}
-
-/// Refuses an output directory that cannot take a run: found before anything is in it. Creates the
-/// directory.
-void prepare_output(const TrainConfig& config, const model::Llama& llama) {
-  const fs::path directory = config.output_dir;
-  const bool was_there = fs::exists(directory);
-  if (was_there && !fs::is_directory(directory)) {
-    throw usage_error(
-        fmt::format("output_dir '{}' is a file; name a directory", config.output_dir));
-  }
-  if (config.resume.empty() &&
-      (!list_checkpoints(directory).empty() || fs::exists(directory / kMetricsFile))) {
-    throw usage_error(
-        fmt::format("output_dir '{}' already holds a run; continue it with "
-                    "--resume auto, or name another directory",
-                    config.output_dir));
-  }
-  std::error_code code;
-  fs::create_directories(directory, code);
-  if (code || ::access(directory.c_str(), W_OK | X_OK) != 0) {
-    throw usage_error(fmt::format("output_dir '{}' cannot be written: {}", config.output_dir,
-                                  code ? code.message() : std::strerror(errno)));
-  }
-  size_t checkpoint_bytes = 0;
-  for (const pipeline::UnitSpec& unit : llama.units()) {
-    for (size_t k = 0; k < pipeline::kStateKinds; ++k) {
-      const auto kind = static_cast<pipeline::StateKind>(k);
-      if (kind == pipeline::StateKind::kGradient) continue;
-      checkpoint_bytes +=
-          static_cast<size_t>(unit.parameter_count) * pipeline::state_bytes(kind, llama.dtype());
-    }
-  }
-  const fs::space_info space = fs::space(directory, code);
-  if (!code && space.available < checkpoint_bytes) {
-    if (!was_there) fs::remove(directory, code);
-    throw usage_error(fmt::format(
-        "output_dir '{}' has {} free, and a checkpoint takes {}; free "
-        "some space or name another directory",
-        config.output_dir, format_bytes(space.available), format_bytes(checkpoint_bytes)));
-  }
-}
-
-/// Held while a run writes to its directory; a second run on it is refused.
-UniqueFd lock_directory(const fs::path& directory) {
-  UniqueFd fd = UniqueFd::adopt(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  if (!fd) throw IoError("open", directory.string(), errno);
-  if (::flock(fd.get(), LOCK_EX | LOCK_NB) != 0) {
-    if (errno != EWOULDBLOCK) throw IoError("lock", directory.string(), errno);
-    throw usage_error(
-        fmt::format("another run is writing to output_dir '{}'; wait for it to end, "
-                    "or name another directory",
-                    directory.string()));
-  }
-  return fd;
+/// Of the CPU, for one of the ranks that share this machine; 0: all.
+int threads_of(const TrainConfig& config, int local_ranks) {
+  if (config.threads > 0 || local_ranks == 1) return static_cast<int>(config.threads);
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / local_ranks);
 }
 
 class Run {
  public:
-  Run(const TrainConfig& config, TrainObserver& observer) : config_(config), observer_(observer) {}
+  /// `config` is this rank's; `common` that of all.
+  Run(const TrainConfig& config, const TrainConfig& common, TrainObserver& observer, Ranks& ranks)
+      : config_(config), common_(common), observer_(observer), ranks_(ranks) {}
 
   TrainOutcome run(const std::function<bool()>& stop_requested) {
     set_up();
     const auto start = std::chrono::steady_clock::now();
     TrainOutcome outcome;
+    catch_up(outcome);
     while (state_.step < max_steps_ && !outcome.interrupted) {
       step(start);
-      outcome.interrupted = stop_requested() && state_.step < max_steps_;
-      const bool last = state_.step == max_steps_;
-      const auto due = [&](int64_t every) { return every > 0 && state_.step % every == 0; };
+      outcome.interrupted = ranks_.any(stop_requested()) && state_.step < max_steps_;
       // What is there to lose is saved first.
-      if (last || outcome.interrupted || due(config_.save_steps)) save();
+      if (is_save_due() || (outcome.interrupted && saves())) save();
       if (outcome.interrupted) break;
-      if (eval_ && (last || due(config_.eval_steps))) outcome.eval_loss = evaluate();
+      if (is_evaluation_due()) outcome.eval_loss = evaluate();
     }
     outcome.step = state_.step;
     outcome.seconds = seconds_since(start);
-    outcome.checkpoint = checkpoint_path(config_.output_dir, state_.step);
+    executor_->finish_update();
+    const fs::path checkpoint = checkpoint_path(config_.output_dir, state_.step);
+    if (saves() && is_checkpoint(checkpoint)) outcome.checkpoint = checkpoint;
+    outcome.committed = durable_;
+    outcome.rank = ranks_.rank();
+    outcome.ranks = ranks_.ranks();
+    report_lanes(outcome);
     outcome.planned_bytes = planned_bytes();
     outcome.peak_resident_bytes = read_process_memory().peak_resident_bytes;
     return outcome;
   }
 
  private:
+  [[nodiscard]] bool saves() const { return config_.save_strategy == SaveStrategy::kSteps; }
+  /// At the end, and every so many steps.
+  [[nodiscard]] bool is_due(int64_t every) const {
+    return state_.step > 0 &&
+           (state_.step >= max_steps_ || (every > 0 && state_.step % every == 0));
+  }
+  [[nodiscard]] bool is_save_due() const { return saves() && is_due(config_.save_steps); }
+  [[nodiscard]] bool is_evaluation_due() const { return eval_ && is_due(config_.eval_steps); }
+
+  /// What was due after the last step of the run that this one resumes, and was cut off.
+  void catch_up(TrainOutcome& outcome) {
+    if (stored_ && is_save_due() &&
+        !is_checkpoint(checkpoint_path(config_.output_dir, state_.step))) {
+      save();
+    }
+    if (ranks_.any(is_evaluation_due() && metrics_ && metrics_->ends_with_step(state_.step))) {
+      outcome.eval_loss = evaluate();
+    }
+  }
+
   void set_up() {
+    ranks_.set_phase("set-up");
+    std::vector<StoredRun> commits;
+    ranks_.agree([&] {
+      open_inputs();
+      commits = find_stored_runs(config_);
+    });
+    ranks_.agree([&, steps = steps_of_ranks(commits)] {
+      find_store(commits, steps);
+      checkpoint_ = checkpoint_to_resume(stored_);
+      weights_ = is_resumed() ? std::nullopt : pretrained_weights();
+      if (weights_) model::check_weights(model::CheckpointReader::open(*weights_), *llama_);
+    });
+    RunConstraints constraints{.data_bytes = data_bytes(),
+                               .memory = memory_of(*device_, ranks_.local_ranks()),
+                               .ranks = layout_,
+                               .local_ranks = ranks_.local_ranks()};
+    // What one rank has more than another nobody can use.
+    const auto least = [this](size_t& bytes) {
+      bytes = static_cast<size_t>(ranks_.least(static_cast<int64_t>(bytes)));
+    };
+    least(constraints.memory.device_bytes);
+    least(constraints.memory.host_bytes);
+    constraints.nvme_bytes = room_on_drives(config_, ranks_.local_ranks());
+    least(*constraints.nvme_bytes);
+    if (stored_) constraints.part_elements = stored_->part_elements;
+    std::optional<OutputDirectory> output;
+    ranks_.agree([&] {
+      foretold_ = plan_run(config_, *device_, *llama_, profile_, constraints);
+      durable_ =
+          pipeline::is_durable(foretold_.plan.placement) && config_.commit == CommitChoice::kStep;
+      check_sources();
+      if (ranks_.is_first()) output.emplace(config_, *llama_);
+    });
+    require_same_source();
+    require_same_plan();
+    ranks_.connect(*device_, layout_);
+    tell_plan();
+    ranks_.agree([this] { make_state(); });
+    if (ranks_.is_first()) {
+      lock_ = output->keep();
+      write_text_file_atomically(config_path(config_.output_dir), to_yaml(common_));
+      metrics_.emplace(metrics_path(config_.output_dir),
+                       is_resumed() ? state_.step : MetricsWriter::kFreshRun);
+    }
+    if (ranks_.ranks() > 1) {
+      reporter_ = std::jthread([this](const std::stop_token& stop) { report_activity(stop); });
+    }
+    if (executor_->nvme() != nullptr) nvme_written_ = executor_->nvme()->bytes_written();
+    tell_beginning();
+  }
+
+  /// Model, data and device.
+  void open_inputs() {
     const model::LlamaConfig model_config = model::read_llama_config(config_.model);
     Datasets datasets = open_datasets({.train = config_.datasets,
                                        .eval = config_.eval_datasets,
@@ -220,97 +170,335 @@ class Run {
           "sequence_len is {}, and model '{}' knows {} positions (max_position_embeddings)",
           config_.sequence_len, config_.model, model_config.max_position_embeddings));
     }
-    const int64_t eval_windows = datasets.eval.window_count();
-    const int64_t train_windows = datasets.train.window_count();
+    eval_windows_ = datasets.eval.window_count();
+    train_windows_ = datasets.train.window_count();
     data_fingerprint_ =
-        fmt::format("{} windows of {}, {} targets, {}", train_windows, config_.sequence_len,
+        fmt::format("{} windows of {}, {} targets, {}", train_windows_, config_.sequence_len,
                     datasets.train.target_count(), config_.shuffle ? "shuffled" : "in order");
     loader_.emplace(std::move(datasets.train), config_.micro_batch_size,
                     static_cast<uint64_t>(config_.seed), config_.shuffle);
-    if (eval_windows > 0) eval_.emplace(std::move(datasets.eval), config_.micro_batch_size);
-    max_steps_ =
-        config_.max_steps > 0
-            ? config_.max_steps
-            : steps_of_epochs(config_.num_epochs, train_windows,
-                              config_.micro_batch_size * config_.gradient_accumulation_steps);
+    if (eval_windows_ > 0) {
+      eval_.emplace(std::move(datasets.eval), config_.micro_batch_size, config_.eval_max_batches);
+    }
+    max_steps_ = config_.max_steps > 0
+                     ? config_.max_steps
+                     : steps_of_epochs(config_.num_epochs, train_windows_,
+                                       config_.micro_batch_size *
+                                           config_.gradient_accumulation_steps * ranks_.ranks());
     llama_.emplace(model_config, config_.compute_dtype, config_.sequence_len);
-    const std::optional<fs::path> checkpoint = checkpoint_to_resume();
-    const std::optional<fs::path> weights = checkpoint ? std::nullopt : pretrained_weights();
-    if (weights) model::check_weights(model::CheckpointReader::open(*weights), *llama_);
-    device_ = open_device(config_);
-    Plan plan = make_plan(config_, *device_, device_->operators(), *llama_, data_bytes());
-    if (checkpoint) check_resumable(*checkpoint);
-    prepare_output(config_, *llama_);
-    lock_ = lock_directory(config_.output_dir);
+    layout_ = ranks_.layout();
+    check_drives(config_);
+    gpu::OpenedDevice opened = open_device(config_, ranks_.local_rank(), ranks_.local_ranks());
+    device_ = std::move(opened.device);
+    device_note_ = std::move(opened.note);
+    profile_ = profile_of(config_, *device_);
+  }
 
-    batches_ = std::make_unique<StepBatches>(config_.gradient_accumulation_steps,
-                                             config_.micro_batch_size, config_.sequence_len);
-    executor_.emplace(*device_, *llama_, std::move(plan), static_cast<int>(config_.threads));
-    if (checkpoint) {
-      load_checkpoint(*checkpoint, *llama_, *executor_);
+  /// Of each rank's commits, the newest first.
+  std::vector<std::vector<int64_t>> steps_of_ranks(const std::vector<StoredRun>& commits) {
+    std::vector<int64_t> mine;
+    for (const StoredRun& commit : commits) mine.push_back(commit.state.step);
+    std::vector<std::vector<int64_t>> all;
+    for (const auto& bytes : ranks_.all_gather(std::as_bytes(std::span(mine)))) {
+      auto& steps = all.emplace_back(bytes.size() / sizeof(int64_t));
+      if (!bytes.empty()) std::memcpy(steps.data(), bytes.data(), bytes.size());
+    }
+    return all;
+  }
+
+  /// The last commit that all ranks have. A kill between two steps leaves them one apart.
+  void find_store(const std::vector<StoredRun>& commits,
+                  const std::vector<std::vector<int64_t>>& steps) {
+    const std::optional<int64_t> common = last_common_step(steps);
+    if (common) {
+      stored_ = *std::find_if(commits.begin(), commits.end(), [&](const StoredRun& commit) {
+        return commit.state.step == *common;
+      });
+      if (stored_->rank == ranks_.rank() && stored_->ranks == ranks_.ranks() &&
+          stored_->shard_ranks == layout_.shard_ranks) {
+        return;
+      }
+      refuse_resume(store_name(),
+                    fmt::format("it is rank {}'s of {}, in groups of {} that divide the state, and "
+                                "this is rank {} of {}, in groups of {}; start as many ranks with "
+                                "the same sharding, or go on from a checkpoint with other nvme "
+                                "directories",
+                                stored_->rank, stored_->ranks, stored_->shard_ranks, ranks_.rank(),
+                                ranks_.ranks(), layout_.shard_ranks));
+    }
+    // What was killed before all had made their stores has lost nothing.
+    int64_t latest = 0;
+    for (const auto& each : steps) {
+      for (const int64_t step : each) latest = std::max(latest, step);
+    }
+    if (latest == 0) return;
+    throw failure(fmt::format(
+        "the stores of the ranks have no commit in common: theirs are of steps {}; bring back the "
+        "drives that are missing, or name other nvme directories and go on from a checkpoint",
+        fmt::join(steps, " and ")));
+  }
+
+  [[nodiscard]] bool is_resumed() const { return checkpoint_ || stored_; }
+
+  /// That what there is to go on from is of this very run.
+  void check_sources() {
+    if (checkpoint_) {
+      check_resumable(read_run_state(*checkpoint_), checkpoint_->string());
+      if (read_text_file(*checkpoint_ / "config.json") != llama_->config().text) {
+        refuse_resume(checkpoint_->string(),
+                      fmt::format("its config.json differs from that of '{}'", config_.model));
+      }
+    }
+    if (stored_) check_resumable(stored_->state, store_name());
+  }
+
+  /// All ranks go on from the same step.
+  void require_same_source() {
+    const std::vector<int64_t> steps = ranks_.all_gather(is_resumed() ? state_.step : -1);
+    ranks_.agree([&] {
+      if (std::count(steps.begin(), steps.end(), steps.front()) ==
+          static_cast<std::ptrdiff_t>(steps.size())) {
+        return;
+      }
+      throw failure(
+          fmt::format("the ranks would go on from different steps ({}); give all of them "
+                      "the same output_dir, on a file system that they share",
+                      fmt::join(steps, ", ")));
+    });
+  }
+
+  /// All ranks do the same work in the same order: hosts may have different files and profiles.
+  void require_same_plan() {
+    if (ranks_.ranks() == 1) return;
+    TrainConfig config = common_;
+    // These may be a host's own; what comes of them is compared below.
+    config.model.clear();
+    config.datasets.clear();
+    config.eval_datasets.clear();
+    config.nvme.clear();
+    config.profile.clear();
+    config.trace.clear();
+    config.threads = 0;
+    const std::array<std::pair<std::string_view, std::string>, 4> all{
+        {{"configuration", to_yaml(config)},
+         {"model", llama_->config().text},
+         {"data", fmt::format("{}, {} held out", data_fingerprint_, eval_windows_)},
+         {"plan", words_of(foretold_.plan)}}};
+    std::vector<std::vector<std::vector<std::byte>>> of_ranks;
+    for (const auto& [what, text] : all) {
+      of_ranks.push_back(ranks_.all_gather(std::as_bytes(std::span(text))));
+    }
+    ranks_.agree([&] {
+      for (size_t i = 0; i < all.size(); ++i) {
+        for (size_t rank = 1; rank < of_ranks[i].size(); ++rank) {
+          if (of_ranks[i][rank] == of_ranks[i][0]) continue;
+          throw usage_error(
+              fmt::format("the {} of rank {} is not that of rank 0; give all ranks the same "
+                          "configuration, files and profile",
+                          all[i].first, rank));
+        }
+      }
+    });
+  }
+
+  /// Where state rests, and what ranks send each other.
+  static std::string words_of(const pipeline::Plan& plan) {
+    std::string words;
+    for (const pipeline::UnitPlacement& unit : plan.placement.units) words += describe(unit) + "\n";
+    for (const pipeline::StepGraph* graph : {&plan.train, &plan.evaluate}) {
+      for (const pipeline::Task& task : *graph) {
+        if (task.lane != pipeline::Lane::kCollective) continue;
+        words += fmt::format("{} {} {}\n", name_of(task.kind), task.unit, task.moved_bytes);
+      }
+    }
+    return words;
+  }
+
+  /// Arenas and store, and in them what training begins with.
+  void make_state() {
+    batches_ = std::make_unique<RankBatches>(
+        config_.gradient_accumulation_steps, config_.micro_batch_size, config_.sequence_len,
+        DataRank{.rank = ranks_.rank(), .ranks = ranks_.ranks()});
+    pipeline::NvmeOptions nvme = nvme_options(config_);
+    nvme.open_existing = stored_.has_value();
+    if (stored_) nvme.generation = stored_->generation;
+    if (!stored_) remove_store(config_);
+    executor_.emplace(
+        *device_, *llama_, foretold_.plan,
+        pipeline::ExecutorOptions{.cpu_threads = threads_of(config_, ranks_.local_ranks()),
+                                  .nvme = std::move(nvme),
+                                  .ranks = ranks_.groups()});
+    if (is_resumed()) {
+      if (checkpoint_) load_checkpoint(*checkpoint_, *llama_, *executor_);
       loader_->restore(state_.data);
     } else {
       state_.seed = static_cast<uint64_t>(config_.seed);
       state_.compute_dtype = config_.compute_dtype;
+      state_.optimizer_state = config_.optimizer_state;
       state_.data_fingerprint = data_fingerprint_;
-      if (weights) {
-        model::load_weights(model::CheckpointReader::open(*weights), *llama_, *executor_);
+      if (weights_) {
+        model::load_weights(model::CheckpointReader::open(*weights_), *llama_, *executor_);
       } else {
         model::initialize_weights(state_.seed, *llama_, *executor_);
       }
     }
-    write_text_file_atomically(fs::path(config_.output_dir) / kConfigFile, to_yaml(config_));
-    metrics_.emplace(fs::path(config_.output_dir) / kMetricsFile,
-                     checkpoint ? state_.step : MetricsWriter::kFreshRun);
+    if (!stored_) commit();
+  }
+
+  /// Keeps the watch over ranks informed. A rank that waits for others is not the one that is
+  /// stuck; one whose tasks do not end is, in the end.
+  void report_activity(const std::stop_token& stop) {
+    std::mutex mutex;
+    std::condition_variable_any wake;
+    std::unique_lock lock(mutex);
+    std::string last;
+    int64_t ended = -1;
+    while (!stop.stop_requested()) {
+      const pipeline::Activity activity = executor_->activity();
+      const bool has_news = activity.task != last || activity.ended != ended;
+      if (!activity.task.empty() && (has_news || activity.waits_for_ranks)) {
+        ranks_.set_task(fmt::format("step {}: {}", step_now_.load(), activity.task));
+      }
+      last = activity.task;
+      ended = activity.ended;
+      static_cast<void>(
+          wake.wait_for(lock, stop, std::chrono::milliseconds(250), [] { return false; }));
+    }
+  }
+
+  void tell_plan() {
     observer_.planned({.device = *device_,
                        .llama = *llama_,
-                       .plan = executor_->plan(),
+                       .plan = foretold_.plan,
+                       .profile = profile_,
+                       .ranks = ranks_.ranks(),
+                       .predicted_step_s = foretold_.step_s,
                        .data_bytes = data_bytes(),
                        .max_steps = max_steps_,
-                       .train_windows = train_windows,
-                       .eval_windows = eval_windows,
+                       .train_windows = train_windows_,
+                       .eval_windows = eval_windows_,
                        .first_step = state_.step});
-    if (checkpoint) {
-      observer_.noted(fmt::format("resumed from '{}'", checkpoint->string()));
+    if (!device_note_.empty()) observer_.noted(device_note_);
+  }
+
+  void tell_beginning() {
+    observer_.began();
+    if (executor_->nvme() != nullptr) {
+      for (const std::string& note : executor_->nvme()->notes()) observer_.noted(note);
+    }
+    if (is_resumed()) {
+      observer_.noted(checkpoint_
+                          ? fmt::format("resumed from '{}'", checkpoint_->string())
+                          : fmt::format("resumed from the last commit in '{}', after step {}",
+                                        config_.nvme.front().path, state_.step));
       if (state_.step >= max_steps_) {
         observer_.noted(fmt::format("the run is complete at step {}; raise max_steps to train on",
                                     state_.step));
       }
-    } else if (!weights) {
-      observer_.noted("the model starts from random weights");
+    } else {
+      if (!config_.resume.empty()) {
+        observer_.noted("there is nothing to resume yet: the run starts afresh");
+      }
+      if (!weights_) observer_.noted("the model starts from random weights");
     }
   }
 
-  /// Takes over what the checkpoint remembers, if going on from it continues the very same run.
-  void check_resumable(const fs::path& checkpoint) {
-    state_ = read_run_state(checkpoint);
-    const auto refuse = [&](std::string_view what) {
-      throw usage_error(fmt::format("'{}' cannot be continued: {}", checkpoint.string(), what));
-    };
-    if (state_.seed != static_cast<uint64_t>(config_.seed)) {
-      refuse(fmt::format("it was trained with seed {}, not {}", state_.seed, config_.seed));
+  [[noreturn]] static void refuse_resume(std::string_view source, std::string_view what) {
+    throw usage_error(fmt::format("'{}' cannot be gone on from: {}", source, what));
+  }
+
+  /// For messages.
+  [[nodiscard]] std::string store_name() const {
+    return nvme::arena_path(config_.nvme.front().path).string();
+  }
+
+  /// A store is gone on from by a run that commits to it.
+  void require_committing() const {
+    const bool may =
+        config_.commit == CommitChoice::kStep &&
+        (config_.offload == OffloadChoice::kNvme || config_.offload == OffloadChoice::kAuto);
+    if (may) return;
+    refuse_resume(store_name(),
+                  fmt::format("it is committed every step, which offload {} with commit {} does "
+                              "not do; resume with offload nvme and commit step",
+                              get(config_, "offload"), get(config_, "commit")));
+  }
+
+  /// Going on from a state is to continue the very same run.
+  void require_same_run(const RunState& state, const std::string& source) const {
+    const auto refuse = [&](std::string_view what) { refuse_resume(source, what); };
+    if (state.seed != static_cast<uint64_t>(config_.seed)) {
+      refuse(fmt::format("it was trained with seed {}, not {}", state.seed, config_.seed));
     }
-    if (state_.data_fingerprint != data_fingerprint_) {
-      refuse(fmt::format("its data was [{}], and this is [{}]", state_.data_fingerprint,
+    if (state.data_fingerprint != data_fingerprint_) {
+      refuse(fmt::format("its data was [{}], and this is [{}]", state.data_fingerprint,
                          data_fingerprint_));
     }
-    if (read_text_file(checkpoint / "config.json") != llama_->config().text) {
-      refuse(fmt::format("its config.json differs from that of '{}'", config_.model));
+    if (state.compute_dtype != config_.compute_dtype) {
+      refuse(fmt::format("it was trained with compute_dtype {}, not {}",
+                         name_of(state.compute_dtype), name_of(config_.compute_dtype)));
     }
+    if (state.optimizer_state != config_.optimizer_state) {
+      refuse(fmt::format("it was trained with optimizer_state {}, not {}",
+                         cpu_adam::name_of(state.optimizer_state),
+                         cpu_adam::name_of(config_.optimizer_state)));
+    }
+  }
+
+  /// Takes over what a checkpoint or the store remembers, if it can be gone on from.
+  void check_resumable(const RunState& state, const std::string& source) {
+    state_ = state;
+    require_same_run(state, source);
     for (const fs::path& other : list_checkpoints(config_.output_dir)) {
       if (read_run_state(other).step > state_.step) {
-        refuse(
-            fmt::format("output_dir holds the later '{}'; remove what is later, or name "
-                        "another output_dir",
-                        other.filename().string()));
+        refuse_resume(source,
+                      fmt::format("output_dir holds the later '{}'; remove what is later, or name "
+                                  "another output_dir",
+                                  other.filename().string()));
       }
     }
   }
 
-  [[nodiscard]] std::optional<fs::path> checkpoint_to_resume() const {
-    if (config_.resume.empty()) return std::nullopt;
-    if (config_.resume != "auto") return config_.resume;
+  /// Whatever is resumed, a store of another run is neither gone on from nor given up.
+  void require_same_run(const StoredRun& stored) const {
+    if (stored.model_fingerprint != fingerprint_of(llama_->config())) {
+      refuse_resume(store_name(), fmt::format("it is of another model than '{}'", config_.model));
+    }
+    require_same_run(stored.state, store_name());
+  }
+
+  /// What to go on from: the latest of checkpoints and store with `auto`; `stored` is forgotten
+  /// where it is not that.
+  std::optional<fs::path> checkpoint_to_resume(std::optional<StoredRun>& stored) const {
+    if (config_.resume.empty()) {
+      if (stored) {
+        throw usage_error(fmt::format(
+            "nvme directory '{}' already holds a run, after its step {}; continue it with --resume "
+            "auto, name another directory, or remove its arena.strata",
+            config_.nvme.front().path, stored->state.step));
+      }
+      return std::nullopt;
+    }
+    if (stored) require_same_run(*stored);
+    if (config_.resume != "auto") {
+      const int64_t step = read_run_state(config_.resume).step;
+      if (stored && stored->state.step > step) {
+        throw usage_error(fmt::format(
+            "nvme directory '{}' holds the later step {}; continue it with --resume auto, name "
+            "another directory, or remove its arena.strata",
+            config_.nvme.front().path, stored->state.step));
+      }
+      stored.reset();
+      return config_.resume;
+    }
     const std::vector<fs::path> all = list_checkpoints(config_.output_dir);
+    const bool is_later =
+        stored && (all.empty() || stored->state.step >= read_run_state(all.back()).step);
+    if (is_later) {
+      require_committing();
+      return std::nullopt;
+    }
+    stored.reset();
     if (all.empty()) return std::nullopt;
     return all.back();
   }
@@ -326,7 +514,7 @@ class Run {
 
   [[nodiscard]] size_t data_bytes() const {
     return loader_->memory_bytes() + (eval_ ? eval_->memory_bytes() : 0) +
-           StepBatches::memory_bytes(config_.gradient_accumulation_steps,
+           RankBatches::memory_bytes(config_.gradient_accumulation_steps,
                                      config_.micro_batch_size * config_.sequence_len);
   }
 
@@ -338,123 +526,204 @@ class Run {
 
   void step(std::chrono::steady_clock::time_point start) {
     const auto step_start = std::chrono::steady_clock::now();
-    for (StepBatches::Batch& batch : batches_->batches())
-      loader_->next(batch.tokens, batch.targets);
-    const int64_t unmasked = batches_->unmasked();
+    step_now_ = state_.step + 1;
+    ranks_.set_phase(fmt::format("step {}", state_.step + 1), kStepPatience);
+    const int64_t unmasked = batches_->fill(*loader_);
     const double per_token = 1.0 / static_cast<double>(std::max<int64_t>(unmasked, 1));
-    const pipeline::ForwardBackwardResult result =
-        executor_->forward_backward(batches_->views(), static_cast<float>(per_token));
-
-    ++state_.step;
-    state_.tokens += unmasked;
-    state_.data = loader_->state();
-    const double norm = std::sqrt(result.sum_of_squares);
     const double rate = learning_rate({.scheduler = config_.lr_scheduler,
                                        .peak = config_.learning_rate,
                                        .warmup_steps = config_.warmup_steps,
                                        .total_steps = max_steps_,
                                        .cosine_min_lr_ratio = config_.cosine_min_lr_ratio},
-                                      state_.step);
-    bool clipped = false;
-    if (std::isfinite(norm)) {
-      // As torch.nn.utils.clip_grad_norm_ does, its 1e-6 included.
-      const double coefficient =
-          config_.max_grad_norm > 0 ? config_.max_grad_norm / (norm + 1e-6) : 1.0;
-      clipped = coefficient < 1;
+                                      state_.step + 1);
+    const pipeline::StepResult result =
+        executor_->train_step(batches_->views(), static_cast<float>(per_token),
+                              {.hyper = {.learning_rate = rate,
+                                         .beta1 = config_.adam_beta1,
+                                         .beta2 = config_.adam_beta2,
+                                         .epsilon = config_.adam_epsilon,
+                                         .weight_decay = config_.weight_decay},
+                               .step = state_.optimizer_steps + 1,
+                               .max_grad_norm = config_.max_grad_norm,
+                               .seed = state_.seed});
+    ++state_.step;
+    state_.tokens += unmasked;
+    state_.data = loader_->state();
+    if (result.finite) {
       ++state_.optimizer_steps;
-      executor_->set_pending_update(cpu_adam::step_constants({.learning_rate = rate,
-                                                              .beta1 = config_.adam_beta1,
-                                                              .beta2 = config_.adam_beta2,
-                                                              .epsilon = config_.adam_epsilon,
-                                                              .weight_decay = config_.weight_decay},
-                                                             state_.optimizer_steps,
-                                                             std::min(coefficient, 1.0)));
     } else {
       observer_.noted(fmt::format("step {}: the gradient is not finite; this step changes nothing",
                                   state_.step));
     }
-    const TrainMetrics metrics{
-        .step = state_.step,
-        .loss = result.loss_sum * per_token,
-        .grad_norm = norm,
-        .clipped = clipped,
-        .lr = rate,
-        .tokens_per_second = static_cast<double>(unmasked) / seconds_since(step_start),
-        .tokens = state_.tokens,
-        .seconds = seconds_since(start),
-        .device_bytes = executor_->plan().bytes(Tier::kDevice),
-        .host_bytes = executor_->plan().bytes(Tier::kHost)};
-    metrics_->append(metrics);
+    const uint64_t written = executor_->nvme() ? executor_->nvme()->bytes_written() : 0;
+    const TrainMetrics metrics{.step = state_.step,
+                               .loss = result.loss_sum * per_token,
+                               .grad_norm = result.gradient_norm,
+                               .clipped = result.clipped,
+                               .lr = rate,
+                               .tokens_per_second = static_cast<double>(unmasked) /
+                                                    (seconds_since(step_start) + commit_s_),
+                               .tokens = state_.tokens,
+                               .seconds = seconds_since(start),
+                               .device_bytes = executor_->plan().bytes(Tier::kDevice),
+                               .host_bytes = executor_->plan().bytes(Tier::kHost),
+                               .nvme_bytes_written = written - nvme_written_};
+    nvme_written_ = written;
+    // Before the commit: a line without its step is cut off on resume, and a step without its line
+    // would stay so.
+    if (metrics_) metrics_->append(metrics);
+    const auto commit_start = std::chrono::steady_clock::now();
+    commit();
+    commit_s_ = seconds_since(commit_start);
+    step_seconds_.push_back(seconds_since(step_start));
     observer_.stepped(metrics);
   }
 
   double evaluate() {
+    ranks_.set_phase(fmt::format("evaluation after step {}", state_.step), kStepPatience);
     eval_->rewind();
     double loss_sum = 0;
     int64_t tokens = 0;
-    bool more = true;
-    for (int64_t batch = 0;
-         more && (config_.eval_max_batches == 0 || batch < config_.eval_max_batches);) {
-      // A group of micro-batches that ends early is filled up with masked ones.
-      for (StepBatches::Batch& micro_batch : batches_->batches()) {
-        const bool wanted =
-            more && (config_.eval_max_batches == 0 || batch < config_.eval_max_batches);
-        more = wanted && eval_->next(micro_batch.tokens, micro_batch.targets);
-        if (more) {
-          ++batch;
-        } else {
-          std::fill(micro_batch.tokens.begin(), micro_batch.tokens.end(), 0);
-          std::fill(micro_batch.targets.begin(), micro_batch.targets.end(), -1);
-        }
-      }
-      const int64_t unmasked = batches_->unmasked();
-      if (unmasked == 0) break;
+    while (const int64_t unmasked = batches_->fill(*eval_)) {
       loss_sum += executor_->evaluate(batches_->views());
       tokens += unmasked;
     }
     const EvalMetrics metrics{.step = state_.step,
                               .eval_loss = loss_sum / static_cast<double>(tokens)};
-    metrics_->append(metrics);
+    if (metrics_) metrics_->append(metrics);
     observer_.evaluated(metrics);
     return metrics.eval_loss;
   }
 
+  /// Sets what was foretold beside what was measured, and writes both as a trace if asked.
+  void report_lanes(TrainOutcome& outcome) const {
+    outcome.predicted_step_s = foretold_.step_s;
+    if (step_seconds_.empty()) return;
+    const pipeline::Plan& plan = executor_->plan();
+    const pipeline::Timeline& measured = executor_->timeline();
+    // The first step warms up, and has no update of the step before.
+    std::vector<double> seconds(step_seconds_.begin() + (step_seconds_.size() > 1 ? 1 : 0),
+                                step_seconds_.end());
+    const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
+    std::nth_element(seconds.begin(), middle, seconds.end());
+    outcome.measured_step_s = *middle;
+    const pipeline::LaneSummary now = pipeline::summarize(plan.train, measured);
+    const pipeline::LaneSummary then = pipeline::summarize(plan.train, foretold_.timeline);
+    for (const pipeline::Lane lane : pipeline::kAllLanes) {
+      if (now.of(lane).tasks == 0 || pipeline::is_disk_lane(lane)) continue;
+      outcome.lanes.push_back({std::string(name_of(lane)), now.of(lane).moved_bytes,
+                               then.of(lane).busy_s, now.of(lane).busy_s});
+    }
+    LaneReport drives{
+        .name = "drives", .predicted_s = then.drives_busy_s, .measured_s = now.drives_busy_s};
+    for (const pipeline::Lane lane : pipeline::kAllLanes) {
+      if (pipeline::is_disk_lane(lane)) drives.moved_bytes += now.of(lane).moved_bytes;
+    }
+    if (drives.moved_bytes > 0) outcome.lanes.push_back(drives);
+    if (!config_.trace.empty() && ranks_.is_first()) {
+      pipeline::write_trace(config_.trace, plan, plan.train, llama_->units(), measured,
+                            &foretold_.timeline);
+    }
+  }
+
+  /// Keeps the step for good, where all state is on drives that can.
+  void commit() {
+    if (!durable_) return;
+    executor_->commit(to_metadata({.state = state_,
+                                   .model_fingerprint = fingerprint_of(llama_->config()),
+                                   .part_elements = executor_->plan().placement.part_elements,
+                                   .rank = ranks_.rank(),
+                                   .ranks = ranks_.ranks(),
+                                   .shard_ranks = layout_.shard_ranks}));
+  }
+
   void save() {
-    save_checkpoint(config_.output_dir, state_, *llama_, *executor_, config_.save_total_limit);
+    ranks_.set_phase(fmt::format("saving step {}", state_.step), kSavePatience);
+    save_checkpoint(config_.output_dir, state_, *llama_, *executor_, config_.save_total_limit,
+                    ranks_, layout_.shard_ranks);
     observer_.saved(checkpoint_path(config_.output_dir, state_.step));
   }
 
   const TrainConfig& config_;
+  const TrainConfig& common_;
   TrainObserver& observer_;
+  Ranks& ranks_;
+  pipeline::RankLayout layout_;
+  std::optional<StoredRun> stored_;     // to go on from
+  std::optional<fs::path> checkpoint_;  // likewise
+  std::optional<fs::path> weights_;     // to begin with
+  std::string device_note_;
   std::optional<model::Llama> llama_;
   std::unique_ptr<gpu::Device> device_;
   std::optional<pipeline::Executor> executor_;
   std::optional<DataLoader> loader_;
   std::optional<EvalLoader> eval_;
-  std::unique_ptr<StepBatches> batches_;
-  std::optional<MetricsWriter> metrics_;
-  int64_t max_steps_ = 0;
+  std::unique_ptr<RankBatches> batches_;
+  std::optional<MetricsWriter> metrics_;  // of the first rank
+  int64_t max_steps_ = 0, train_windows_ = 0, eval_windows_ = 0;
   std::string data_fingerprint_;
+  pipeline::MachineProfile profile_;
+  pipeline::Foretold foretold_;
+  bool durable_ = false;
+  uint64_t nvme_written_ = 0;
+  double commit_s_ = 0;  // of the last commit
+  std::vector<double> step_seconds_;
   UniqueFd lock_;
   RunState state_;
+  std::atomic<int64_t> step_now_ = 0;  // as reporter_ tells it
+  std::jthread reporter_;              // ends before what it looks at
 };
 
 }  // namespace
 
-std::unique_ptr<gpu::Device> open_device(const TrainConfig& config) {
-  if (config.device == DeviceChoice::kCuda) {
-    throw usage_error("device: cuda is not part of this version; use device: host");
+gpu::OpenedDevice open_device(const TrainConfig& config, int local_rank, int local_ranks) {
+  int ordinal = 0;
+  if (local_ranks > 1 && config.device != gpu::DeviceChoice::kHost) {
+    // Some launchers let each rank see all GPUs of the host, others only its own.
+    const auto visible = static_cast<int>(gpu::cuda_availability().devices.size());
+    if (visible > 1 && local_rank >= visible) {
+      throw usage_error(
+          fmt::format("this is rank {} of {} on its host, where {} GPUs can be used; start one "
+                      "rank for each GPU",
+                      local_rank, local_ranks, visible));
+    }
+    if (visible > 1) ordinal = local_rank;
   }
-  return gpu::create_host_device(
-      {.threads = static_cast<int>(config.threads),
-       .memory_bytes = config.device_memory.value_or(0),
-       .upload_bytes_per_second = config.upload_bandwidth.value_or(0),
-       .download_bytes_per_second = config.download_bandwidth.value_or(0)});
+  const size_t memory_bytes = config.device_memory.value_or(0);
+  return gpu::open_device(
+      {.choice = config.device,
+       .host = {.threads = threads_of(config, local_ranks),
+                .memory_bytes = memory_bytes,
+                .upload_bytes_per_second = config.upload_bandwidth.value_or(0),
+                .download_bytes_per_second = config.download_bandwidth.value_or(0)},
+       .cuda = {.ordinal = ordinal, .memory_bytes = memory_bytes}});
 }
 
 TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
-                   const std::function<bool()>& stop_requested) {
-  return Run(config, observer).run(stop_requested);
+                   const std::function<bool()>& stop_requested, const EndProcess& end_process) {
+  Ranks ranks(config, end_process);
+  observer.joined(ranks.rank(), ranks.ranks());
+  TrainConfig own = config;
+  if (ranks.ranks() > 1) {
+    // A store is one process's.
+    for (DriveSpec& drive : own.nvme) {
+      drive.path = (fs::path(drive.path) / fmt::format("rank-{}", ranks.rank())).string();
+    }
+  }
+  TrainOutcome outcome;
+  try {
+    outcome = Run(own, config, observer, ranks).run(stop_requested);
+  } catch (const AgreedError&) {
+    ranks.close();
+    throw;
+  } catch (const comm::RankFailure&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (ranks.ranks() == 1) throw;
+    ranks.give_up(error.what());
+  }
+  ranks.close();
+  return outcome;
 }
 
 }  // namespace strata::train

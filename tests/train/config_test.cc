@@ -54,6 +54,7 @@ const std::vector<std::pair<std::string, std::string>> kOtherValues{
     {"shuffle", "false"},
     {"output_dir", "out"},
     {"resume", "auto"},
+    {"save_strategy", "no"},
     {"save_steps", "10"},
     {"save_total_limit", "2"},
     {"eval_steps", "11"},
@@ -62,12 +63,23 @@ const std::vector<std::pair<std::string, std::string>> kOtherValues{
     {"device", "host"},
     {"device_memory", "24GiB"},
     {"host_memory", "1000001"},
+    {"nvme", "/mnt/a:512GiB,b,/mnt/c:d"},
+    {"commit", "save"},
     {"threads", "2"},
     {"offload", "host"},
     {"weight_slots", "3"},
+    {"profile", "h100"},
+    {"trace", "trace.json"},
+    {"optimizer_state", "int8"},
     {"compute_dtype", "fp32"},
+    {"sharding", "hybrid_shard"},
+    {"shard_group_size", "4"},
+    {"reduce_dtype", "bf16"},
+    {"rank_timeout", "7"},
     {"upload_bandwidth", "3GiB"},
     {"download_bandwidth", "800MB"},
+    {"nvme_read_bandwidth", "7GB"},
+    {"nvme_write_bandwidth", "5GB"},
 };
 
 TEST_CASE("every key sets a member of its own and reads back", "[config]") {
@@ -118,6 +130,7 @@ TEST_CASE("a stored configuration is the same when read", "[config]") {
     TrainConfig strange;
     strange.model = odd;
     strange.datasets = {{odd, SourceType::kAuto}, {odd, SourceType::kText}};
+    strange.nvme = {{odd, std::nullopt}, {odd, size_t{1} << 30}};
     CHECK(read_text(to_yaml(strange)) == strange);
   }
 }
@@ -138,7 +151,21 @@ shuffle: no
 resume:
 device_memory: 1.5GiB
 upload_bandwidth: 12GB/s
+optimizer_state: bf16
 compute_dtype: fp32
+nvme:
+  - /mnt/a
+  - /mnt/b:500GB
+  - c:d
+commit: save
+save_strategy: no
+weight_slots:
+profile: machine.json
+trace: last.json
+sharding: shard_grad_op
+reduce_dtype: bf16
+nvme_read_bandwidth: 7GB/s
+nvme_write_bandwidth: 5GB
 )");
   TrainConfig expected;
   expected.model = "models/llama";
@@ -151,8 +178,33 @@ compute_dtype: fp32
   expected.shuffle = false;
   expected.device_memory = size_t{3} << 29;
   expected.upload_bandwidth = 12e9;
+  expected.optimizer_state = cpu_adam::MomentFormat::kBf16;
   expected.compute_dtype = DType::kF32;
+  expected.nvme = {{"/mnt/a", std::nullopt}, {"/mnt/b", 500'000'000'000}, {"c:d", std::nullopt}};
+  expected.commit = CommitChoice::kSave;
+  expected.save_strategy = SaveStrategy::kNo;
+  expected.profile = "machine.json";
+  expected.trace = "last.json";
+  expected.sharding = pipeline::Sharding::kShardGradOp;
+  expected.reduce_dtype = DType::kBf16;
+  expected.nvme_read_bandwidth = 7e9;
+  expected.nvme_write_bandwidth = 5e9;
   CHECK(config == expected);
+}
+
+TEST_CASE("drives are written in three ways", "[config]") {
+  const std::vector<DriveSpec> expected{{"/mnt/a", size_t{3} << 30}, {"/mnt/b", std::nullopt}};
+  CHECK(read_text("nvme: [/mnt/a:3GiB, /mnt/b]\n").nvme == expected);
+  CHECK(read_text("nvme:\n  - /mnt/a:3GiB\n  - /mnt/b\n").nvme == expected);
+  CHECK(read_text("nvme: /mnt/a:3GiB, /mnt/b\n").nvme == expected);
+  TrainConfig config;
+  set(config, "nvme", "/mnt/a:3GiB,/mnt/b");
+  CHECK(config.nvme == expected);
+  // Taken back, as a flag can do with what the file says.
+  set(config, "nvme", "");
+  CHECK(config.nvme.empty());
+  CHECK(read_text("nvme: []\n").nvme.empty());
+  CHECK(read_text("nvme:\n").nvme.empty());
 }
 
 TEST_CASE("files that are no configuration are refused", "[config]") {
@@ -204,6 +256,7 @@ TEST_CASE("values of the wrong type or size are refused", "[config]") {
       {"lr_scheduler", {"", "cosin", "Cosine"}},
       {"device", {"gpu"}},
       {"offload", {"disk"}},
+      {"optimizer_state", {"fp8"}},
       {"compute_dtype", {"fp16"}},
       {"device_memory", {"lots", "-1GiB", "0", "24gib", "nan", "1GiB/s"}},
       {"upload_bandwidth", {"fast", "0", "1GiB/h"}},
@@ -211,7 +264,20 @@ TEST_CASE("values of the wrong type or size are refused", "[config]") {
       {"datasets",
        {"{path: a}", "[[a]]", "[{type: text}]", "[{path: a, type: text, x: 1}]",
         "[{path: a, type: jsonl}]", "[{path: [a]}]", "[\"\"]", "a,", "',a'", "[':text']"}},
-      {"weight_slots", {"0"}},
+      {"weight_slots", {"0", "1025", "two"}},
+      {"nvme",
+       {"a,", "',a'", "/mnt/a:0", "/mnt/a:12parsecs", "/mnt/a:5GB/s", "{a: 1GiB}", "[[a]]",
+        "[{path: a}]", "[\"\"]", "[':1GiB']"}},
+      {"commit", {"", "steps", "never", "[step]"}},
+      {"save_strategy", {"", "epoch", "false", "steps,no"}},
+      {"profile", {"[h100]", "{name: h100}"}},
+      {"trace", {"[a, b]"}},
+      {"sharding", {"", "zero3", "full_shard,no_shard"}},
+      {"shard_group_size", {"-1", "two"}},
+      {"reduce_dtype", {"fp16"}},
+      {"rank_timeout", {"0", "soon"}},
+      {"nvme_read_bandwidth", {"fast", "0", "-1GB/s", "1GB/min"}},
+      {"nvme_write_bandwidth", {"fast", "0", "-1GB/s", "1GB/min"}},
       {"num_epochs", {"0"}},
   };
   for (const auto& [key, texts] : wrong) {
@@ -224,6 +290,7 @@ TEST_CASE("values of the wrong type or size are refused", "[config]") {
 TEST_CASE("an error in a list names the line of the entry", "[config]") {
   check_refused("datasets:\n  - a.txt\n  - path: b.bin\n    type: words\n",
                 {"line 3", "datasets", "tokens_u16", "'words'"});
+  check_refused("nvme:\n  - /mnt/a\n  - [b]\n", {"line 3", "nvme", "PATH:BYTES"});
 }
 
 TEST_CASE("a refused value leaves the config as it was", "[config]") {
@@ -251,6 +318,14 @@ TEST_CASE("messages say what was expected", "[config]") {
   CHECK(message("device", "gpu") == "device must be one of auto, cuda, host, not 'gpu'");
   CHECK(message("device_memory", "big") ==
         "device_memory must be an amount of memory such as 512MiB or 24GiB, not 'big'");
+  CHECK(message("commit", "always") == "commit must be one of step, save, not 'always'");
+  CHECK(message("save_strategy", "all") == "save_strategy must be one of steps, no, not 'all'");
+  CHECK(message("offload", "disk") == "offload must be one of auto, none, host, nvme, not 'disk'");
+  CHECK(message("nvme", "/mnt/a:7x") ==
+        "nvme must be directories with amounts such as /mnt/drive:500GB, not '/mnt/a:7x'");
+  CHECK(message("nvme_read_bandwidth", "x") ==
+        "nvme_read_bandwidth must be an amount for each second such as 800MB/s or 12GiB/s, not "
+        "'x'");
 }
 
 TEST_CASE("what is missing or does not go together is refused", "[config]") {
@@ -278,6 +353,12 @@ TEST_CASE("what is missing or does not go together is refused", "[config]") {
   CHECK(problem().empty());
   config.micro_batch_size = 2048;
   CHECK_THAT(problem(), Catch::Contains("micro_batch_size (2048)"));
+  config.micro_batch_size = 1;
+
+  config.offload = OffloadChoice::kNvme;
+  CHECK_THAT(problem(), Catch::Contains("offload is nvme") && Catch::Contains("no directory"));
+  set(config, "nvme", "/mnt/a");
+  CHECK(problem().empty());
 }
 
 TEST_CASE("types describe what can be given", "[config]") {
@@ -286,6 +367,9 @@ TEST_CASE("types describe what can be given", "[config]") {
   CHECK(find_key("device_memory").type == "BYTES");
   CHECK(find_key("upload_bandwidth").type == "BYTES/s");
   CHECK(find_key("sequence_len").type == "N");
+  CHECK(find_key("nvme").type == "PATH[:BYTES],...");
+  CHECK(find_key("commit").type == "step|save");
+  CHECK(find_key("offload").type == "auto|none|host|nvme");
 }
 
 }  // namespace

@@ -27,10 +27,11 @@ TrainMetrics train_line(int64_t step) {
 }
 
 TEST_CASE("a line holds every field by its name", "[metrics]") {
-  const TrainMetrics metrics{7, 2.5, 1.25, true, 3e-4, 1000.5, 4096, 1.5, 1ULL << 40, 12345};
-  CHECK(to_json(metrics) == R"({"step":7,"loss":2.5,"grad_norm":1.25,"clipped":true,"lr":0.0003,)"
-                            R"("tokens_per_second":1000.5,"tokens":4096,"seconds":1.5,)"
-                            R"("device_bytes":1099511627776,"host_bytes":12345})");
+  const TrainMetrics metrics{7, 2.5, 1.25, true, 3e-4, 1000.5, 4096, 1.5, 1ULL << 40, 12345, 678};
+  CHECK(to_json(metrics) ==
+        R"({"step":7,"loss":2.5,"grad_norm":1.25,"clipped":true,"lr":0.0003,)"
+        R"("tokens_per_second":1000.5,"tokens":4096,"seconds":1.5,)"
+        R"("device_bytes":1099511627776,"host_bytes":12345,"nvme_bytes_written":678})");
   CHECK(to_json(EvalMetrics{7, 2.25}) == R"({"step":7,"eval_loss":2.25})");
 }
 
