@@ -64,7 +64,7 @@ void print_table(const std::vector<Row>& rows, std::ostream& out) {
   }
 }
 
-void print_json(const std::vector<Row>& rows, std::ostream& out) {
+void print_json(const std::vector<Row>& rows, const std::string& device, std::ostream& out) {
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
   for (const Row& row : rows) {
     list.push_back({{"key", row.key},
@@ -74,8 +74,11 @@ void print_json(const std::vector<Row>& rows, std::ostream& out) {
                     {"of_ceiling", or_null(row.of_ceiling)},
                     {"wrong", or_null(row.wrong)}});
   }
-  const nlohmann::ordered_json report{
-      {"schema", 1}, {"machine", machine()}, {"commit", STRATA_COMMIT}, {"rows", list}};
+  const nlohmann::ordered_json report{{"schema", 1},
+                                      {"machine", machine()},
+                                      {"device", device},
+                                      {"commit", STRATA_COMMIT},
+                                      {"rows", list}};
   out << report.dump(1) << '\n';
 }
 

@@ -22,7 +22,8 @@ struct Row {
 [[nodiscard]] Row summarize(std::string key, std::string unit, std::vector<double> values);
 
 void print_table(const std::vector<Row>& rows, std::ostream& out);
-/// {"schema": 1, "machine": ..., "commit": ..., "rows": [...]}, described in docs/metrics.md.
-void print_json(const std::vector<Row>& rows, std::ostream& out);
+/// {"schema": 1, "machine": ..., "device": ..., "commit": ..., "rows": [...]}, described in
+/// docs/metrics.md.
+void print_json(const std::vector<Row>& rows, const std::string& device, std::ostream& out);
 
 }  // namespace strata::bench

@@ -1,11 +1,9 @@
 #include <chrono>
 #include <cmath>
 
-#include "base/bytes.h"
-#include "base/random.h"
 #include "bench/lanes.h"
 #include "bench/matmul_peak.h"
-#include "gpu/host/host_device.h"
+#include "bench/random_batch.h"
 #include "model/llama.h"
 #include "model/weights.h"
 #include "pipeline/executor.h"
@@ -33,29 +31,6 @@ model::LlamaConfig fixed_model() {
   return config;
 }
 
-/// Micro-batches of random tokens, one document a sequence.
-struct RandomBatch {
-  std::vector<int32_t> tokens, targets, positions, offsets;
-
-  RandomBatch(int64_t vocabulary, uint64_t stream) {
-    CounterRandom random(3, stream);
-    const auto draw = [&] {
-      return static_cast<int32_t>(random.next_below(static_cast<uint64_t>(vocabulary)));
-    };
-    for (int64_t i = 0; i < kTokens; ++i) {
-      tokens.push_back(draw());
-      targets.push_back(draw());
-      positions.push_back(static_cast<int32_t>(i % kSequence));
-    }
-    for (int64_t i = 0; i <= kSequences; ++i) {
-      offsets.push_back(static_cast<int32_t>(i * kSequence));
-    }
-  }
-  [[nodiscard]] pipeline::HostMicroBatch view() const {
-    return {tokens, targets, positions, offsets};
-  }
-};
-
 /// What one optimizer step multiplies and adds in matrix products.
 double step_flops(const model::Llama& llama) {
   const auto units = static_cast<int>(llama.units().size());
@@ -70,30 +45,27 @@ double step_flops(const model::Llama& llama) {
 
 }  // namespace
 
-std::vector<Row> run_step(const Options& options) {
-  const auto device =
-      gpu::create_host_device({.threads = options.threads, .memory_bytes = 16 * kGiB});
+std::vector<Row> run_step(gpu::Device& device, const Options& options) {
   const model::Llama llama(fixed_model(), DType::kBf16, kSequence);
   const auto units = llama.units().size();
   const pipeline::StepShape shape{
       .micro_batches = kMicroBatches, .tokens = kTokens, .max_sequences = kSequences};
   pipeline::Executor executor(
-      *device, llama,
-      pipeline::build_plan(llama, device->operators(), shape,
+      device, llama,
+      pipeline::build_plan(llama, device.operators(), shape,
                            pipeline::Placement::all_on(pipeline::Tier::kDevice, units)),
-      options.threads);
+      {.cpu_threads = options.threads});
   model::initialize_weights(1, llama, executor);
   std::vector<RandomBatch> batches;
   std::vector<pipeline::HostMicroBatch> views;
   for (int64_t m = 0; m < kMicroBatches; ++m) {
-    batches.emplace_back(llama.vocabulary(), static_cast<uint64_t>(m));
+    batches.emplace_back(kSequences, kSequence, llama.vocabulary(), static_cast<uint64_t>(m));
   }
   for (const RandomBatch& batch : batches) views.push_back(batch.view());
 
   std::vector<MatmulTimer> peaks;
-  peaks.emplace_back(*device,
-                     MatmulShape{"cube 2048", 2048, 2048, 2048, false, true, DType::kBf16});
-  peaks.emplace_back(*device,
+  peaks.emplace_back(device, MatmulShape{"cube 2048", 2048, 2048, 2048, false, true, DType::kBf16});
+  peaks.emplace_back(device,
                      MatmulShape{"forward gate+up", 4096, 5632, 1024, false, true, DType::kBf16});
   std::vector<std::vector<double>> peak_rates(peaks.size());
 
@@ -104,16 +76,15 @@ std::vector<Row> run_step(const Options& options) {
   double last_loss = 0;
   for (int step = 0; step <= options.repetitions; ++step) {
     const auto start = Clock::now();
-    const pipeline::ForwardBackwardResult result =
-        executor.forward_backward(views, static_cast<float>(1 / kTokensOfStep));
-    const double norm = std::sqrt(result.sum_of_squares);
-    executor.set_pending_update(
-        cpu_adam::step_constants({.learning_rate = 3e-4, .weight_decay = 0.1}, step + 1,
-                                 std::min(1.0, 1.0 / (norm + 1e-6))));
+    const pipeline::StepResult result =
+        executor.train_step(views, static_cast<float>(1 / kTokensOfStep),
+                            {.hyper = {.learning_rate = 3e-4, .weight_decay = 0.1},
+                             .step = step + 1,
+                             .max_grad_norm = 1});
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
     last_loss = result.loss_sum / kTokensOfStep;
     if (step == 0) first_loss = last_loss;
-    if (!std::isfinite(last_loss) || !std::isfinite(norm)) ++wrong;
+    if (!std::isfinite(last_loss) || !result.finite) ++wrong;
     // The first step has no update before it, and warms up.
     if (step > 0) speeds.push_back(kTokensOfStep / seconds);
     for (size_t i = 0; i < peaks.size(); ++i) {

@@ -10,5 +10,7 @@ void add_train(CLI::App& app);
 void add_generate(CLI::App& app);
 void add_export(CLI::App& app);
 void add_bench(CLI::App& app);
+void add_plan(CLI::App& app);
+void add_store(CLI::App& app);
 
 }  // namespace strata::app

@@ -5,12 +5,15 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "apps/strata/commands.h"
+#include "apps/strata/console.h"
+#include "apps/strata/device_option.h"
 #include "base/bytes.h"
 #include "base/error.h"
-#include "gpu/host/host_device.h"
+#include "gpu/open_device.h"
 #include "model/generator.h"
 #include "model/tokenizer.h"
 #include "model/weights.h"
@@ -31,6 +34,7 @@ struct Arguments {
   int64_t max_tokens = 256;
   int64_t context = 0;
   int threads = 0;
+  gpu::DeviceChoice device = gpu::DeviceChoice::kAuto;
   model::SamplingOptions sampling;
   bool json = false;
 };
@@ -81,19 +85,31 @@ void run(const Arguments& arguments) {
   const int64_t context =
       std::min(longest, static_cast<int64_t>(ids.size()) + arguments.max_tokens);
 
-  const auto device = gpu::create_host_device(
-      {.threads = arguments.threads, .memory_bytes = train::available_memory_bytes()});
+  const size_t available = train::available_memory_bytes();
+  const gpu::OpenedDevice opened =
+      gpu::open_device({.choice = arguments.device,
+                        .host = {.threads = arguments.threads, .memory_bytes = available}});
+  if (!opened.note.empty()) say(opened.note);
+  gpu::Device& device = *opened.device;
   const DType dtype =
       train::is_checkpoint(source) ? train::read_run_state(source).compute_dtype : DType::kBf16;
   const model::Llama llama(config, dtype, context);
-  pipeline::Plan plan = model::generation_plan(llama, device->operators(), context);
-  const size_t needed = plan.bytes(pipeline::Tier::kDevice) + plan.bytes(pipeline::Tier::kHost);
-  if (const size_t available = train::available_memory_bytes(); needed > available) {
+  pipeline::Plan plan = model::generation_plan(llama, device.operators(), context);
+  const auto require = [](size_t needed, size_t free, std::string_view where) {
+    if (needed <= free) return;
     throw Error(ErrorKind::kDoesNotFit,
-                fmt::format("generating needs {}, and {} are free; lower --context",
-                            format_bytes(needed), format_bytes(available)));
+                fmt::format("generating needs {} of {}, and {} are free; lower --context",
+                            format_bytes(needed), where, format_bytes(free)));
+  };
+  const size_t on_device = plan.bytes(pipeline::Tier::kDevice);
+  const size_t on_host = plan.bytes(pipeline::Tier::kHost);
+  if (device.kind() == "host") {
+    require(on_device + on_host, available, "memory");
+  } else {
+    require(on_device, device.free_memory_bytes(), "device memory");
+    require(on_host, available, "host memory");
   }
-  pipeline::Executor executor(*device, llama, std::move(plan), 0);
+  pipeline::Executor executor(device, llama, std::move(plan));
   load(source, llama, executor);
   model::Generator generator(llama, executor);
 
@@ -161,6 +177,7 @@ void add_generate(CLI::App& app) {
   command->add_option("--threads", arguments->threads, "0: one for each core")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
+  add_device_option(*command, arguments->device);
   command->add_flag("--json", arguments->json, "Print ids and text as JSON");
   command->footer(
       "Examples:\n"

@@ -8,11 +8,26 @@
 #include "apps/strata/commands.h"
 #include "apps/strata/console.h"
 #include "base/error.h"
+#include "comm/control.h"
+#include "comm/launch.h"
+#include "train/ranks.h"
 
 namespace {
 
+/// Whether this process is the one of its host that speaks. What the launcher tells may be wrong,
+/// and whoever needs it will say so.
+bool is_first_of_host() {
+  try {
+    return strata::comm::rank_info_from_environment().local_rank == 0;
+  } catch (const strata::Error&) {
+    return true;
+  }
+}
+
+/// What is wrong before ranks have met is wrong on all of a host (a file that is not there), and
+/// the first says it.
 int report(int exit_code, const char* message) {
-  strata::app::say(fmt::format("strata: {}", message));
+  if (is_first_of_host()) strata::app::say(fmt::format("strata: {}", message));
   return exit_code;
 }
 
@@ -37,6 +52,8 @@ int main(int argc, char** argv) {
   strata::app::add_generate(app);
   strata::app::add_export(app);
   strata::app::add_bench(app);
+  strata::app::add_plan(app);
+  strata::app::add_store(app);
   try {
     app.parse(argc, argv);
     if (std::fflush(stdout) != 0) {
@@ -44,7 +61,15 @@ int main(int argc, char** argv) {
     }
     return 0;
   } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() != 0 && !is_first_of_host())
+      return static_cast<int>(ErrorKind::kUsage);
     return app.exit(error) == 0 ? 0 : static_cast<int>(ErrorKind::kUsage);
+  } catch (const strata::train::AgreedError& error) {
+    if (error.should_print()) strata::app::say(fmt::format("strata: {}", error.what()));
+    return static_cast<int>(error.kind());
+  } catch (const strata::comm::RankFailure& error) {
+    if (error.should_print()) strata::app::say(fmt::format("strata: {}", error.what()));
+    return static_cast<int>(error.kind());
   } catch (const strata::Error& error) {
     return report(static_cast<int>(error.kind()), error.what());
   } catch (const std::filesystem::filesystem_error& error) {

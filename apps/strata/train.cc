@@ -1,6 +1,8 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <csignal>
+#include <cstdlib>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -36,51 +38,98 @@ void print_tier(const pipeline::Plan& plan, pipeline::Tier tier) {
   say(fmt::format("{:<7} {:>10}  ({})", name_of(tier), format_bytes(plan.bytes(tier)), parts));
 }
 
+/// A line for each way in which units rest: "state   4 units host: embedding, block 0 to block 2".
+void print_state(const train::RunSummary& run) {
+  const auto& units = run.llama.units();
+  const auto& homes = run.plan.placement.units;
+  std::vector<bool> told(units.size(), false);
+  std::string_view head = "state";
+  for (size_t i = 0; i < units.size(); ++i) {
+    if (told[i]) continue;
+    std::string names;
+    for (size_t first = i; first < units.size(); ++first) {
+      if (homes[first] != homes[i]) continue;
+      size_t last = first;
+      while (last + 1 < units.size() && homes[last + 1] == homes[i]) ++last;
+      names += fmt::format("{}{}{}", names.empty() ? "" : ", ", units[first].name,
+                           last > first ? fmt::format(" to {}", units[last].name) : "");
+      for (; first <= last; ++first) told[first] = true;
+      first = last;
+    }
+    const auto count = std::count(homes.begin(), homes.end(), homes[i]);
+    say(fmt::format("{:<7} {} unit{} {}: {}", head, count, count == 1 ? "" : "s",
+                    describe(homes[i]), names));
+    head = "";
+  }
+  const pipeline::Placement& placement = run.plan.placement;
+  if (placement.boundaries != pipeline::Tier::kDevice) {
+    say(fmt::format("        boundaries between units: {}", name_of(placement.boundaries)));
+  }
+}
+
+/// What the numbers that follow are of.
+void print_shards(const pipeline::RankLayout& layout) {
+  std::string copies;
+  if (layout.replicas() > 1 && layout.shard_ranks > 1) {
+    copies = fmt::format(", in {} groups that each have all of it", layout.replicas());
+  }
+  say(fmt::format("shards  {}: a rank has {} of the state at rest{}; below is what rank 0 has",
+                  name_of(layout.sharding),
+                  layout.shard_ranks > 1 ? fmt::format("1/{}", layout.shard_ranks) : "all",
+                  copies));
+}
+
+/// What was foretold beside what happened.
+void print_lanes(const train::TrainOutcome& outcome) {
+  if (outcome.lanes.empty()) return;
+  say(fmt::format("time    foretold {}, measured {} (median); the last one by lanes:",
+                  train::format_seconds(outcome.predicted_step_s),
+                  train::format_seconds(outcome.measured_step_s)));
+  for (const train::LaneReport& lane : outcome.lanes) {
+    say(fmt::format("        {:<9} foretold busy {:>8}, measured {:>8}{}", lane.name,
+                    train::format_seconds(lane.predicted_s), train::format_seconds(lane.measured_s),
+                    lane.moved_bytes > 0 ? ", " + format_bytes(lane.moved_bytes) : ""));
+  }
+}
+
 class Console final : public train::TrainObserver {
  public:
   explicit Console(int64_t logging_steps) : logging_steps_(logging_steps) {}
 
+  /// Of several ranks the first speaks; the others only heed signals.
+  void joined(int rank, int ranks) override {
+    is_quiet_ = rank != 0;
+    if (!is_quiet_ && ranks > 1) say(fmt::format("ranks   {}", ranks));
+  }
   void planned(const train::RunSummary& run) override {
-    int64_t parameters = 0;
-    int64_t resident = 0;
-    for (size_t i = 0; i < run.llama.units().size(); ++i) {
-      parameters += run.llama.units()[i].parameter_count;
-      if (run.plan.placement.unit_home[i] == pipeline::Tier::kDevice) ++resident;
-    }
-    const auto units = static_cast<int64_t>(run.llama.units().size());
-    say(fmt::format("model   {:.1f} M parameters, {} blocks; {}",
-                    static_cast<double>(parameters) / 1e6, units - 2, run.device.description()));
-    say(fmt::format("state   {} of {} units on the device, {} in host memory", resident, units,
-                    units - resident));
-    for (const pipeline::Tier tier : pipeline::kTiers) print_tier(run.plan, tier);
-    say(fmt::format("data    {} windows to train on, {} held out; {} steps of {} tokens",
-                    run.train_windows, run.eval_windows, run.max_steps,
-                    run.plan.shape.tokens * run.plan.shape.micro_batches));
+    if (!is_quiet_) tell(run);
+  }
+  void began() override {
     // From here on there is a step to finish; before, a signal ends the process as usual.
     std::signal(SIGINT, request_stop);
     std::signal(SIGTERM, request_stop);
-    progress_ = std::make_unique<train::ProgressReporter>(
-        train::ProgressOptions{.out = stderr,
-                               .terminal = train::is_terminal(stderr),
-                               .max_steps = run.max_steps,
-                               .first_step = run.first_step,
-                               .logging_steps = logging_steps_});
+    // What mpirun and srun pass on to all ranks without ending them a moment later.
+    std::signal(SIGUSR1, request_stop);
   }
   void stepped(const train::TrainMetrics& metrics) override {
-    progress_->update({.step = metrics.step,
-                       .loss = metrics.loss,
-                       .tokens_per_second = metrics.tokens_per_second,
-                       .seconds = metrics.seconds});
+    if (progress_) {
+      progress_->update({.step = metrics.step,
+                         .loss = metrics.loss,
+                         .tokens_per_second = metrics.tokens_per_second,
+                         .seconds = metrics.seconds});
+    }
     last_ = metrics;
   }
   void evaluated(const train::EvalMetrics& metrics) override {
+    if (!progress_) return;
     progress_->message(
         fmt::format("step {}: held-out loss {:.4f}", metrics.step, metrics.eval_loss));
   }
   void saved(const std::filesystem::path& checkpoint) override {
-    progress_->message(fmt::format("saved {}", checkpoint.string()));
+    if (progress_) progress_->message(fmt::format("saved {}", checkpoint.string()));
   }
   void noted(std::string_view message) override {
+    if (is_quiet_) return;
     if (progress_) {
       progress_->message(message);
     } else {
@@ -93,22 +142,65 @@ class Console final : public train::TrainObserver {
   [[nodiscard]] const train::TrainMetrics& last() const { return last_; }
 
  private:
+  void tell(const train::RunSummary& run) {
+    int64_t parameters = 0;
+    for (const pipeline::UnitSpec& unit : run.llama.units()) parameters += unit.parameter_count;
+    const auto units = static_cast<int64_t>(run.llama.units().size());
+    say(fmt::format("model   {:.1f} M parameters, {} blocks; {}",
+                    static_cast<double>(parameters) / 1e6, units - 2, run.device.description()));
+    if (run.ranks > 1) print_shards(run.plan.placement.ranks);
+    print_state(run);
+    for (const pipeline::Tier tier : pipeline::kTiers) {
+      if (run.plan.bytes(tier) > 0) print_tier(run.plan, tier);
+    }
+    say(fmt::format("time    foretold {} by {} speeds of profile {}",
+                    train::format_seconds(run.predicted_step_s),
+                    run.profile.measured ? "the measured" : "the assumed", run.profile.name));
+    say(fmt::format("data    {} windows to train on, {} held out; {} steps of {} tokens",
+                    run.train_windows, run.eval_windows, run.max_steps,
+                    run.plan.shape.tokens * run.plan.shape.micro_batches * run.ranks));
+    progress_ = std::make_unique<train::ProgressReporter>(
+        train::ProgressOptions{.out = stderr,
+                               .terminal = train::is_terminal(stderr),
+                               .max_steps = run.max_steps,
+                               .first_step = run.first_step,
+                               .logging_steps = logging_steps_});
+  }
+
   int64_t logging_steps_;
+  bool is_quiet_ = false;
   std::unique_ptr<train::ProgressReporter> progress_;
   train::TrainMetrics last_;
 };
 
+/// A rank was lost: nothing in this process can be relied on to end.
+void end_process(const std::string& message, bool should_print) {
+  if (should_print) say(fmt::format("strata: {}", message));
+  std::_Exit(static_cast<int>(ErrorKind::kFailed));
+}
+
 void print_json(const train::TrainOutcome& outcome, const train::TrainMetrics& last) {
   nlohmann::ordered_json json{{"schema", 1},
+                              {"ranks", outcome.ranks},
                               {"step", outcome.step},
                               {"loss", nullptr},
                               {"eval_loss", nullptr},
                               {"tokens", last.tokens},
                               {"seconds", outcome.seconds},
                               {"checkpoint", outcome.checkpoint.string()},
+                              {"committed", outcome.committed},
                               {"interrupted", outcome.interrupted},
+                              {"predicted_step_s", outcome.predicted_step_s},
+                              {"measured_step_s", outcome.measured_step_s},
+                              {"lanes", nlohmann::ordered_json::array()},
                               {"planned_bytes", outcome.planned_bytes},
                               {"peak_resident_bytes", outcome.peak_resident_bytes}};
+  for (const train::LaneReport& lane : outcome.lanes) {
+    json["lanes"].push_back({{"name", lane.name},
+                             {"bytes", lane.moved_bytes},
+                             {"predicted_s", lane.predicted_s},
+                             {"measured_s", lane.measured_s}});
+  }
   if (last.step > 0) json["loss"] = last.loss;
   if (outcome.eval_loss) json["eval_loss"] = *outcome.eval_loss;
   fmt::print("{}\n", json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace));
@@ -123,19 +215,33 @@ void run(const std::string& config_path,
 
   std::signal(SIGPIPE, SIG_IGN);  // a reader of the log that went away does not end the run
   Console console(config.logging_steps);
-  const train::TrainOutcome outcome =
-      train::train(config, console, [] { return stop_signal != 0; });
+  const train::TrainOutcome outcome = train::train(
+      config, console, [] { return stop_signal != 0; }, end_process);
   console.finish();
-  say(fmt::format("memory  planned {}, measured at its peak {}, the program itself included",
-                  format_bytes(outcome.planned_bytes), format_bytes(outcome.peak_resident_bytes)));
-  if (json) print_json(outcome, console.last());
-  if (outcome.interrupted) {
-    throw Error(
-        ErrorKind::kInterrupted,
-        fmt::format("interrupted after step {}, which is saved in '{}'; the same command with "
-                    "--resume auto goes on from there",
-                    outcome.step, outcome.checkpoint.string()));
+  const bool is_first = outcome.rank == 0;
+  if (is_first) {
+    print_lanes(outcome);
+    say(fmt::format("memory  planned {}, measured at its peak {}, the program itself included",
+                    format_bytes(outcome.planned_bytes),
+                    format_bytes(outcome.peak_resident_bytes)));
+    if (json) print_json(outcome, console.last());
   }
+  if (outcome.interrupted) {
+    const std::string kept = !outcome.checkpoint.empty()
+                                 ? fmt::format("saved in '{}'", outcome.checkpoint.string())
+                             : outcome.committed ? std::string("kept on the drives")
+                                                 : std::string();
+    throw train::AgreedError(
+        ErrorKind::kInterrupted,
+        kept.empty() ? fmt::format("interrupted after step {}; nothing is saved, as save_strategy "
+                                   "is no",
+                                   outcome.step)
+                     : fmt::format("interrupted after step {}, which is {}; the same command with "
+                                   "--resume auto goes on from there",
+                                   outcome.step, kept),
+        is_first);
+  }
+  if (!is_first) return;
   say(fmt::format("done    {} steps in {}; files are in {}", outcome.step,
                   train::format_duration(outcome.seconds), config.output_dir));
 }
@@ -170,7 +276,9 @@ void add_train(CLI::App& app) {
       "  strata train config.yaml --max_steps 100 --output_dir runs/short\n"
       "  strata train --model model/ --datasets book.txt --output_dir runs/book --offload host\n"
       "  strata train config.yaml --resume auto\n"
-      "Ctrl-C finishes the step in hand, saves it and exits with 130.");
+      "  mpirun -n 4 strata train config.yaml --device host --sharding full_shard\n"
+      "Ctrl-C finishes the step in hand, saves it and exits with 130; of several ranks it ends\n"
+      "mpirun, and SIGUSR1 to mpirun is what lets them finish (docs/launching.md).");
   // Left to us, so that a misspelt key is answered with the nearest one.
   command->allow_extras();
   command->callback([command, arguments] {
