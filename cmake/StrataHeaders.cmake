@@ -1,7 +1,8 @@
 # strata_check_headers(TARGET DEPENDS target...)
-# A target, not part of `all`, that compiles each header of src/ by itself, twice in one source: it
-# must include what it uses and guard itself. Left out: .cuh (needs nvcc) and -inl.h (included once
-# per SIMD target by the source that owns it).
+# A target, not part of `all`, that shows that each header of src/ includes what it uses: those that
+# are not the first include of their own source, which shows it already, are compiled by themselves.
+# That each guards itself is looked up. Left out: .cuh (needs nvcc) and -inl.h (included once per SIMD
+# target by the source that owns it).
 function(strata_check_headers target)
   cmake_parse_arguments(ARG "" "" "DEPENDS" ${ARGN})
   # A glob, so that no header can be forgotten.
@@ -16,9 +17,21 @@ function(strata_check_headers target)
   endif()
   set(sources "")
   foreach(header IN LISTS headers)
+    file(STRINGS ${PROJECT_SOURCE_DIR}/src/${header} guard REGEX "^#pragma once$")
+    if(NOT guard)
+      message(FATAL_ERROR "src/${header} has no #pragma once")
+    endif()
+    string(REGEX REPLACE "\\.h$" ".cc" own_source ${PROJECT_SOURCE_DIR}/src/${header})
+    if(EXISTS ${own_source})
+      file(STRINGS ${own_source} includes REGEX "^#include ")
+      list(POP_FRONT includes first)
+      if(first STREQUAL "#include \"${header}\"")
+        continue()
+      endif()
+    endif()
     string(REPLACE "/" "__" name ${header})
     set(source ${CMAKE_CURRENT_BINARY_DIR}/${target}/${name}.cc)
-    file(CONFIGURE OUTPUT ${source} CONTENT "#include \"@header@\"\n#include \"@header@\"\n" @ONLY)
+    file(CONFIGURE OUTPUT ${source} CONTENT "#include \"@header@\"\n" @ONLY)
     list(APPEND sources ${source})
   endforeach()
   add_library(${target} OBJECT EXCLUDE_FROM_ALL ${sources})

@@ -270,7 +270,7 @@ TEST_CASE("nvme tier: any ranges, commits, discards and reopening, against a cop
       States committed = now;
       uint64_t commits = 0;
       bool is_dirty = false;
-      for (int i = 0; i < trials(200, 40); ++i) {
+      for (int i = 0; i < trials(200, 100); ++i) {
         auto& [key, bytes] = *std::next(now.begin(), static_cast<ptrdiff_t>(random() % now.size()));
         const size_t offset = random() % bytes.size();
         const size_t size = std::min(bytes.size() - offset, 1 + random() % 100000);

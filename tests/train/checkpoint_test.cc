@@ -378,7 +378,8 @@ TEST_CASE("a rank that cannot save ends the save of all, and leaves nothing") {
   const std::vector<std::string> refused = ThreadRanks(2).run([&](RankExchange& exchange) {
     RunState state = fixture.state;
     state.step += exchange.rank();
-    save_checkpoint(apart, state, fixture.llama, *held[0], 0, exchange, 1);
+    save_checkpoint(apart, state, fixture.llama, *held[static_cast<size_t>(exchange.rank())], 0,
+                    exchange, 1);
   });
   for (const std::string& message : refused) CHECK_THAT(message, Catch::Contains("same point"));
   CHECK(fs::is_empty(apart));
