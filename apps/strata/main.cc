@@ -10,7 +10,7 @@
 #include "base/error.h"
 #include "comm/control.h"
 #include "comm/launch.h"
-#include "train/ranks.h"
+#include "train/rank_exchange.h"
 
 namespace {
 
@@ -65,7 +65,6 @@ int main(int argc, char** argv) {
       return static_cast<int>(ErrorKind::kUsage);
     return app.exit(error) == 0 ? 0 : static_cast<int>(ErrorKind::kUsage);
   } catch (const strata::train::AgreedError& error) {
-    if (error.should_print()) strata::app::say(fmt::format("strata: {}", error.what()));
     return static_cast<int>(error.kind());
   } catch (const strata::comm::RankFailure& error) {
     if (error.should_print()) strata::app::say(fmt::format("strata: {}", error.what()));

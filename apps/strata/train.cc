@@ -92,9 +92,52 @@ void print_lanes(const train::TrainOutcome& outcome) {
   }
 }
 
+std::string describe_interruption(const train::TrainOutcome& outcome) {
+  std::string kept;
+  if (!outcome.checkpoint.empty()) {
+    kept = fmt::format("saved in '{}'", outcome.checkpoint.string());
+  } else if (outcome.committed) {
+    kept = "kept on the drives";
+  } else {
+    return fmt::format("interrupted after step {}; nothing is saved, as save_strategy is no",
+                       outcome.step);
+  }
+  return fmt::format(
+      "interrupted after step {}, which is {}; the same command with --resume auto goes on from "
+      "there",
+      outcome.step, kept);
+}
+
+void print_json(const train::TrainOutcome& outcome, const train::TrainMetrics& last) {
+  nlohmann::ordered_json json{{"schema", 1},
+                              {"ranks", outcome.ranks},
+                              {"step", outcome.step},
+                              {"loss", nullptr},
+                              {"eval_loss", nullptr},
+                              {"tokens", last.tokens},
+                              {"seconds", outcome.seconds},
+                              {"checkpoint", outcome.checkpoint.string()},
+                              {"committed", outcome.committed},
+                              {"interrupted", outcome.interrupted},
+                              {"predicted_step_s", outcome.predicted_step_s},
+                              {"measured_step_s", outcome.measured_step_s},
+                              {"lanes", nlohmann::ordered_json::array()},
+                              {"planned_bytes", outcome.planned_bytes},
+                              {"peak_resident_bytes", outcome.peak_resident_bytes}};
+  for (const train::LaneReport& lane : outcome.lanes) {
+    json["lanes"].push_back({{"name", lane.name},
+                             {"bytes", lane.moved_bytes},
+                             {"predicted_s", lane.predicted_s},
+                             {"measured_s", lane.measured_s}});
+  }
+  if (last.step > 0) json["loss"] = last.loss;
+  if (outcome.eval_loss) json["eval_loss"] = *outcome.eval_loss;
+  fmt::print("{}\n", json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace));
+}
+
 class Console final : public train::TrainObserver {
  public:
-  explicit Console(int64_t logging_steps) : logging_steps_(logging_steps) {}
+  Console(const train::TrainConfig& config, bool json) : config_(config), json_(json) {}
 
   /// Of several ranks the first speaks; the others only heed signals.
   void joined(int rank, int ranks) override {
@@ -136,10 +179,26 @@ class Console final : public train::TrainObserver {
       say(std::string(message));
     }
   }
-  void finish() {
-    if (progress_) progress_->finish();
+  void finished(const train::TrainOutcome& outcome) override {
+    if (is_quiet_) return;
+    progress_->finish();
+    print_lanes(outcome);
+    say(fmt::format("memory  planned {}, measured at its peak {}, the program itself included",
+                    format_bytes(outcome.planned_bytes),
+                    format_bytes(outcome.peak_resident_bytes)));
+    if (json_) print_json(outcome, last_);
+    if (outcome.interrupted) {
+      say("strata: " + describe_interruption(outcome));
+    } else {
+      say(fmt::format("done    {} steps in {}; files are in {}", outcome.step,
+                      train::format_duration(outcome.seconds), config_.output_dir));
+    }
   }
-  [[nodiscard]] const train::TrainMetrics& last() const { return last_; }
+  void failed(const train::AgreedError& error) override {
+    if (is_quiet_) return;
+    if (progress_) progress_->finish();
+    say(fmt::format("strata: {}", error.what()));
+  }
 
  private:
   void tell(const train::RunSummary& run) {
@@ -164,10 +223,11 @@ class Console final : public train::TrainObserver {
                                .terminal = train::is_terminal(stderr),
                                .max_steps = run.max_steps,
                                .first_step = run.first_step,
-                               .logging_steps = logging_steps_});
+                               .logging_steps = config_.logging_steps});
   }
 
-  int64_t logging_steps_;
+  const train::TrainConfig& config_;
+  bool json_;
   bool is_quiet_ = false;
   std::unique_ptr<train::ProgressReporter> progress_;
   train::TrainMetrics last_;
@@ -179,33 +239,6 @@ void end_process(const std::string& message, bool should_print) {
   std::_Exit(static_cast<int>(ErrorKind::kFailed));
 }
 
-void print_json(const train::TrainOutcome& outcome, const train::TrainMetrics& last) {
-  nlohmann::ordered_json json{{"schema", 1},
-                              {"ranks", outcome.ranks},
-                              {"step", outcome.step},
-                              {"loss", nullptr},
-                              {"eval_loss", nullptr},
-                              {"tokens", last.tokens},
-                              {"seconds", outcome.seconds},
-                              {"checkpoint", outcome.checkpoint.string()},
-                              {"committed", outcome.committed},
-                              {"interrupted", outcome.interrupted},
-                              {"predicted_step_s", outcome.predicted_step_s},
-                              {"measured_step_s", outcome.measured_step_s},
-                              {"lanes", nlohmann::ordered_json::array()},
-                              {"planned_bytes", outcome.planned_bytes},
-                              {"peak_resident_bytes", outcome.peak_resident_bytes}};
-  for (const train::LaneReport& lane : outcome.lanes) {
-    json["lanes"].push_back({{"name", lane.name},
-                             {"bytes", lane.moved_bytes},
-                             {"predicted_s", lane.predicted_s},
-                             {"measured_s", lane.measured_s}});
-  }
-  if (last.step > 0) json["loss"] = last.loss;
-  if (outcome.eval_loss) json["eval_loss"] = *outcome.eval_loss;
-  fmt::print("{}\n", json.dump(1, ' ', false, nlohmann::json::error_handler_t::replace));
-}
-
 void run(const std::string& config_path,
          const std::vector<std::pair<std::string, std::string>>& flags, bool json) {
   train::TrainConfig config;
@@ -214,36 +247,12 @@ void run(const std::string& config_path,
   train::check(config);
 
   std::signal(SIGPIPE, SIG_IGN);  // a reader of the log that went away does not end the run
-  Console console(config.logging_steps);
+  Console console(config, json);
   const train::TrainOutcome outcome = train::train(
       config, console, [] { return stop_signal != 0; }, end_process);
-  console.finish();
-  const bool is_first = outcome.rank == 0;
-  if (is_first) {
-    print_lanes(outcome);
-    say(fmt::format("memory  planned {}, measured at its peak {}, the program itself included",
-                    format_bytes(outcome.planned_bytes),
-                    format_bytes(outcome.peak_resident_bytes)));
-    if (json) print_json(outcome, console.last());
-  }
   if (outcome.interrupted) {
-    const std::string kept = !outcome.checkpoint.empty()
-                                 ? fmt::format("saved in '{}'", outcome.checkpoint.string())
-                             : outcome.committed ? std::string("kept on the drives")
-                                                 : std::string();
-    throw train::AgreedError(
-        ErrorKind::kInterrupted,
-        kept.empty() ? fmt::format("interrupted after step {}; nothing is saved, as save_strategy "
-                                   "is no",
-                                   outcome.step)
-                     : fmt::format("interrupted after step {}, which is {}; the same command with "
-                                   "--resume auto goes on from there",
-                                   outcome.step, kept),
-        is_first);
+    throw train::AgreedError(ErrorKind::kInterrupted, describe_interruption(outcome));
   }
-  if (!is_first) return;
-  say(fmt::format("done    {} steps in {}; files are in {}", outcome.step,
-                  train::format_duration(outcome.seconds), config.output_dir));
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <exception>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -87,34 +86,6 @@ Json write_state_file(const fs::path& path, const std::vector<StateTensor>& tens
 }
 static_assert(kChecksumPieceBytes % kBufferBytes == 0);
 
-/// A phase of the save: each rank does its work, and all learn what came of that of the others, or
-/// throw if it failed on any of them.
-template <class Work>
-std::vector<std::string> together(RankExchange& exchange, const std::string& checkpoint,
-                                  Work&& work) {
-  std::exception_ptr failed;
-  std::string mine = "+";
-  try {
-    mine += std::forward<Work>(work)();
-  } catch (const std::exception& error) {
-    failed = std::current_exception();
-    mine = std::string("-") + error.what();
-  }
-  std::vector<std::string> all;
-  for (const auto& bytes : exchange.all_gather(std::as_bytes(std::span(mine)))) {
-    all.emplace_back(reinterpret_cast<const char*>(bytes.data()), bytes.size());
-  }
-  if (failed) std::rethrow_exception(failed);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    if (!all[rank].starts_with('+')) {
-      throw failure(fmt::format("rank {} could not save '{}': {}", rank, checkpoint,
-                                all[rank].substr(std::min<size_t>(all[rank].size(), 1))));
-    }
-    all[rank].erase(0, 1);
-  }
-  return all;
-}
-
 /// trainer_state.json, of one file or of those of several ranks.
 std::string run_file(const RunState& state, const std::vector<StateTensor>& tensors,
                      const std::vector<Json>& files) {
@@ -158,9 +129,8 @@ void save_checkpoint(const fs::path& directory, const RunState& state, const mod
   const int rank = exchange.rank();
   const fs::path target = checkpoint_path(directory, state.step);
   const fs::path partial = target.string() + std::string(kPartial);
-  const auto phase = [&](auto&& work) { return together(exchange, target.string(), work); };
   try {
-    const std::vector<std::string> states = phase([&] {
+    const std::vector<std::string> states = exchange.gather_agreed([&] {
       access.finish_update();
       if (rank == 0) {
         remove_leftovers(directory);
@@ -176,7 +146,7 @@ void save_checkpoint(const fs::path& directory, const RunState& state, const mod
                       target.string(), rank, other));
     }
     const std::vector<StateTensor> tensors = state_tensors(llama, state.optimizer_state);
-    std::vector<std::string> written = phase([&]() -> std::string {
+    std::vector<std::string> written = exchange.gather_agreed([&]() -> std::string {
       // The other replicas hold the same.
       if (rank >= shard_ranks) return "";
       const std::string name = shard_ranks == 1 ? kStateFile : state_file_name(rank, shard_ranks);
@@ -185,8 +155,8 @@ void save_checkpoint(const fs::path& directory, const RunState& state, const mod
           .dump();
     });
     written.resize(static_cast<size_t>(shard_ranks));
-    phase([&]() -> std::string {
-      if (rank != 0) return "";
+    exchange.agree([&] {
+      if (rank != 0) return;
       std::vector<Json> files;
       for (size_t i = 0; i < written.size(); ++i) {
         files.push_back(Json::parse(written[i]));
@@ -205,7 +175,6 @@ void save_checkpoint(const fs::path& directory, const RunState& state, const mod
       fs::rename(partial, target);
       sync_directory(directory);
       remove_oldest(directory, keep);
-      return "";
     });
   } catch (...) {
     std::error_code ignored;

@@ -5,6 +5,8 @@
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netinet/in.h>
+#include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -12,7 +14,6 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <utility>
 
 #include "comm/nccl_communicator.h"
@@ -65,16 +66,27 @@ Ranks::Ranks(const TrainConfig& config, EndProcess end_process)
     abandon();
     throw;
   }
+  meet_host();
+}
+
+/// Who shares this machine, and how they divide its CPUs.
+void Ranks::meet_host() {
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  // Of machines with more CPUs than the set has room for this rank takes what it is given.
+  if (::sched_getaffinity(0, sizeof own, &own) != 0) CPU_SET(0, &own);
+  const std::vector<std::vector<std::byte>> all = all_gather(std::as_bytes(std::span(&own, 1)));
   const auto& members = control_->members();
-  const std::string& host = members[static_cast<size_t>(info_.rank)].host;
-  local_ranks_ = static_cast<int>(std::count_if(
-      members.begin(), members.end(), [&](const auto& member) { return member.host == host; }));
-  try {
-    require_shared_output();
-  } catch (const AgreedError&) {
-    close();
-    throw;
+  const auto rank = static_cast<size_t>(info_.rank);
+  std::vector<cpu_set_t> of_host;
+  size_t place = 0;
+  for (size_t other = 0; other < members.size(); ++other) {
+    if (members[other].host != members[rank].host) continue;
+    if (other == rank) place = of_host.size();
+    std::memcpy(&of_host.emplace_back(), all[other].data(), sizeof own);
   }
+  local_ranks_ = static_cast<int>(of_host.size());
+  cpus_ = cpu_share(of_host, place, static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN)));
 }
 
 void Ranks::connect_control() {
@@ -132,6 +144,11 @@ std::vector<int64_t> Ranks::all_gather(int64_t value) {
   return control_->all_gather(value);
 }
 
+std::string Ranks::describe_rank(int rank) const {
+  return fmt::format("rank {} (host {})", rank,
+                     control_->members()[static_cast<size_t>(rank)].host);
+}
+
 int64_t Ranks::least(int64_t value) {
   const std::vector<int64_t> all = all_gather(value);
   return *std::min_element(all.begin(), all.end());
@@ -140,40 +157,6 @@ int64_t Ranks::least(int64_t value) {
 bool Ranks::any(bool value) {
   const std::vector<int64_t> all = all_gather(value ? 1 : 0);
   return std::any_of(all.begin(), all.end(), [](int64_t each) { return each != 0; });
-}
-
-void Ranks::agree(const std::function<void()>& work) {
-  if (control_ == nullptr) {
-    work();
-    return;
-  }
-  std::string mine;
-  const auto failed = [&](ErrorKind kind, std::string_view what) {
-    mine = nlohmann::json{{"kind", static_cast<int>(kind)}, {"what", what}}.dump(
-        -1, ' ', false, nlohmann::json::error_handler_t::replace);
-  };
-  try {
-    work();
-  } catch (const Error& error) {
-    failed(error.kind(), error.what());
-  } catch (const std::exception& error) {
-    failed(ErrorKind::kFailed, error.what());
-  }
-  const std::vector<std::vector<std::byte>> all = all_gather(bytes_of(mine));
-  const auto first =
-      std::find_if(all.begin(), all.end(), [](const auto& each) { return !each.empty(); });
-  if (first == all.end()) return;
-  const auto rank = static_cast<size_t>(first - all.begin());
-  const nlohmann::json error = nlohmann::json::parse(
-      std::string(reinterpret_cast<const char*>(first->data()), first->size()));
-  auto what = error["what"].get<std::string>();
-  // What is wrong on all ranks is nobody's in particular.
-  const bool is_common =
-      std::all_of(all.begin(), all.end(), [](const auto& each) { return !each.empty(); });
-  if (!is_common) {
-    what = fmt::format("rank {} (host {}): {}", rank, control_->members()[rank].host, what);
-  }
-  throw AgreedError(static_cast<ErrorKind>(error["kind"].get<int>()), what, is_first());
 }
 
 int Ranks::ranks_of_a_host() const {

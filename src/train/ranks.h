@@ -22,21 +22,10 @@
 #include "gpu/device.h"
 #include "pipeline/sharding.h"
 #include "train/config.h"
+#include "train/cpu_share.h"
 #include "train/rank_exchange.h"
 
 namespace strata::train {
-
-/// An error that all ranks throw, after which they end in order.
-class AgreedError : public Error {
- public:
-  AgreedError(ErrorKind kind, const std::string& message, bool should_print)
-      : Error(kind, message), should_print_(should_print) {}
-  /// On one of the ranks: that one tells the user.
-  [[nodiscard]] bool should_print() const noexcept { return should_print_; }
-
- private:
-  bool should_print_;
-};
 
 /// Is called on any thread when the run is over because a rank was lost: prints the message if it
 /// is to, and ends the process without looking back.
@@ -45,8 +34,7 @@ using EndProcess = std::function<void(const std::string& message, bool should_pr
 class Ranks final : public RankExchange {
  public:
   /// Finds out from the environment what this process is, and if it is one of several connects
-  /// them. Blocks until all have come, or throws within config.rank_timeout. An AgreedError, where
-  /// ranks that are to save together do not share output_dir, leaves all ended in order.
+  /// them. Blocks until all have come, or throws within config.rank_timeout.
   Ranks(const TrainConfig& config, EndProcess end_process);
   ~Ranks() override;
   Ranks(const Ranks&) = delete;
@@ -57,18 +45,22 @@ class Ranks final : public RankExchange {
   [[nodiscard]] int local_rank() const noexcept { return info_.local_rank; }
   /// Ranks that share this machine.
   [[nodiscard]] int local_ranks() const noexcept { return local_ranks_; }
+  /// This rank's share of the CPUs of its machine; of several ranks only.
+  [[nodiscard]] int cpu_threads() const noexcept { return cpus_.threads; }
+  /// A sentence for the user, where the launcher has bound ranks to a part of the CPUs; or nothing.
+  [[nodiscard]] const std::string& cpu_note() const noexcept { return cpus_.note; }
   [[nodiscard]] bool is_first() const noexcept { return info_.rank == 0; }
 
   [[nodiscard]] std::vector<std::vector<std::byte>> all_gather(
       std::span<const std::byte> mine) override;
   [[nodiscard]] std::vector<int64_t> all_gather(int64_t value);
+  [[nodiscard]] std::string describe_rank(int rank) const override;
   [[nodiscard]] int64_t least(int64_t value);
   [[nodiscard]] bool any(bool value);
 
-  /// Runs `work` on every rank. Where it throws on one, all throw an AgreedError with its kind and
-  /// words. `work` does not wait for other ranks.
-  void agree(const std::function<void()>& work);
-
+  /// Refuses an output_dir that is another directory on another host, where ranks save. All ranks
+  /// call it.
+  void require_shared_output();
   /// How the ranks of this run divide the state. Throws a usage error.
   [[nodiscard]] pipeline::RankLayout layout() const;
   /// Connects the ranks' devices; all ranks call it, and not within agree(). What does not go
@@ -91,6 +83,7 @@ class Ranks final : public RankExchange {
 
  private:
   void connect_control();
+  void meet_host();
   void check_devices(const gpu::Device& device);
   /// Leaves what cannot be ended in order, for that would wait for ranks which may be lost.
   void abandon() noexcept;
@@ -98,11 +91,10 @@ class Ranks final : public RankExchange {
   /// are not consecutive.
   [[nodiscard]] int ranks_of_a_host() const;
   [[nodiscard]] bool is_on_one_host() const noexcept { return local_ranks_ == info_.ranks; }
-  /// Refuses an output_dir that is another directory on another host. All ranks call it.
-  void require_shared_output();
 
   comm::RankInfo info_;
   int local_ranks_ = 1;
+  CpuShare cpus_;
   const TrainConfig& config_;
   EndProcess end_process_;
   std::unique_ptr<comm::MpiWorld> mpi_;

@@ -45,12 +45,6 @@ double seconds_since(std::chrono::steady_clock::time_point start) {
 /// How long a rank may be at one step or save before it counts as stuck, be it alive or not.
 constexpr std::chrono::minutes kStepPatience(60), kSavePatience(240);
 
-/// Of the CPU, for one of the ranks that share this machine; 0: all.
-int threads_of(const TrainConfig& config, int local_ranks) {
-  if (config.threads > 0 || local_ranks == 1) return static_cast<int>(config.threads);
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / local_ranks);
-}
-
 class Run {
  public:
   /// `config` is this rank's; `common` that of all.
@@ -323,11 +317,10 @@ class Run {
     nvme.open_existing = stored_.has_value();
     if (stored_) nvme.generation = stored_->generation;
     if (!stored_) remove_store(config_);
-    executor_.emplace(
-        *device_, *llama_, foretold_.plan,
-        pipeline::ExecutorOptions{.cpu_threads = threads_of(config_, ranks_.local_ranks()),
-                                  .nvme = std::move(nvme),
-                                  .ranks = ranks_.groups()});
+    executor_.emplace(*device_, *llama_, foretold_.plan,
+                      pipeline::ExecutorOptions{.cpu_threads = static_cast<int>(config_.threads),
+                                                .nvme = std::move(nvme),
+                                                .ranks = ranks_.groups()});
     if (is_resumed()) {
       if (checkpoint_) load_checkpoint(*checkpoint_, *llama_, *executor_);
       loader_->restore(state_.data);
@@ -379,6 +372,9 @@ class Run {
                        .eval_windows = eval_windows_,
                        .first_step = state_.step});
     if (!device_note_.empty()) observer_.noted(device_note_);
+    if (config_.threads != common_.threads && !ranks_.cpu_note().empty()) {
+      observer_.noted(ranks_.cpu_note());
+    }
   }
 
   void tell_beginning() {
@@ -692,7 +688,7 @@ gpu::OpenedDevice open_device(const TrainConfig& config, int local_rank, int loc
   const size_t memory_bytes = config.device_memory.value_or(0);
   return gpu::open_device(
       {.choice = config.device,
-       .host = {.threads = threads_of(config, local_ranks),
+       .host = {.threads = static_cast<int>(config.threads),
                 .memory_bytes = memory_bytes,
                 .upload_bytes_per_second = config.upload_bandwidth.value_or(0),
                 .download_bytes_per_second = config.download_bandwidth.value_or(0)},
@@ -712,8 +708,14 @@ TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
   }
   TrainOutcome outcome;
   try {
+    // Each step waits for the slowest rank.
+    if (ranks.ranks() > 1 && own.threads == 0) own.threads = ranks.least(ranks.cpu_threads());
+    ranks.require_shared_output();
     outcome = Run(own, config, observer, ranks).run(stop_requested);
-  } catch (const AgreedError&) {
+    observer.finished(outcome);
+  } catch (const AgreedError& error) {
+    // Before the ranks part: a launcher ends those that are left when the first has failed.
+    observer.failed(error);
     ranks.close();
     throw;
   } catch (const comm::RankFailure&) {

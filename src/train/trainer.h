@@ -36,6 +36,8 @@ struct RunSummary {
   int64_t first_step = 0;  // taken by the run that this one resumes
 };
 
+struct TrainOutcome;
+
 /// Is told how the run goes on, on the training thread and between steps.
 class TrainObserver {
  public:
@@ -51,6 +53,9 @@ class TrainObserver {
   virtual void saved(const std::filesystem::path& checkpoint) = 0;
   /// Something a person should know: one sentence.
   virtual void noted(std::string_view message) = 0;
+  /// Last of all, on all ranks before any of them ends: the run is over, or ends by this error.
+  virtual void finished(const TrainOutcome& /*outcome*/) {}
+  virtual void failed(const AgreedError& /*error*/) {}
 };
 
 /// One lane in a step: what was foretold, and what the last step took.

@@ -360,11 +360,7 @@ TEST_CASE("a rank that cannot save ends the save of all, and leaves nothing") {
   const fs::path to = fixture.directory("failed");
   held[1]->bytes_until_failure = 100000;
   const std::vector<std::string> messages = fixture.save(to, held);
-  CHECK(messages[1] == "the state cannot be read");
-  for (const size_t rank : {0, 2}) {
-    CHECK_THAT(messages[rank],
-               Catch::Contains("rank 1") && Catch::Contains("the state cannot be read"));
-  }
+  for (const std::string& message : messages) CHECK(message == "rank 1: the state cannot be read");
   CHECK(fs::is_empty(to));
   held[1]->bytes_until_failure = SIZE_MAX;
   for (const std::string& message : fixture.save(to, held)) CHECK(message.empty());
