@@ -260,6 +260,8 @@ void Watcher::note_end(Peer& peer, Clock::time_point now) {
   const Connection& connection = peer.connection;
   if (verdict_ || is_closing_ || peer.said_goodbye) return;
   if (report_ && report_->watch == &peer.watch) return;  // it said why
+  // This process may have been stopped since it heard, of which others are the consequence.
+  notice_pause(Clock::now(), now);
   if (pause_end_ != Clock::time_point() && now - pause_end_ < timeout_) {
     decide(own_.was_stopped(pause_));
   } else if (connection.state() == Connection::State::kClosed) {

@@ -8,6 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "gpu/host/gemm_product.h"
+
 // Of libgomp, the runtime of oneDNN's OpenMP build; its header is the compiler's, and not found by
 // others.
 extern "C" void omp_set_num_threads(int threads);
@@ -88,13 +90,12 @@ struct HashShape {
   }
 };
 
-}  // namespace
-
-struct SerialGemm::Compiled {
-  explicit Compiled(const GemmShape& shape)
-      : a(describe(shape.m, shape.k, shape.dtype, shape.a_stride, shape.transpose_a)),
-        b(describe(shape.k, shape.n, shape.dtype, shape.b_stride, shape.transpose_b)),
-        c(describe(shape.m, shape.n, shape.c_dtype, shape.c_stride, false)) {
+class OneDnnGemm final : public GemmProduct {
+ public:
+  explicit OneDnnGemm(const GemmShape& shape)
+      : a_(describe(shape.m, shape.k, shape.dtype, shape.a_stride, shape.transpose_a)),
+        b_(describe(shape.k, shape.n, shape.dtype, shape.b_stride, shape.transpose_b)),
+        c_(describe(shape.m, shape.n, shape.c_dtype, shape.c_stride, false)) {
     dnnl::primitive_attr attributes;
     // The library's own scratch memory belongs to a primitive or to the thread that made it: either
     // forbids the use of one primitive on several threads.
@@ -104,44 +105,74 @@ struct SerialGemm::Compiled {
       sum.append_sum(1.0F);
       attributes.set_post_ops(sum);
     }
-    const dnnl::matmul::primitive_desc description(dnnl::matmul::desc(a, b, c), attributes,
+    const dnnl::matmul::primitive_desc description(dnnl::matmul::desc(a_, b_, c_), attributes,
                                                    ThreadContext::get().engine());
-    scratch = description.scratchpad_desc();
-    primitive = dnnl::matmul(description);
+    scratch_ = description.scratchpad_desc();
+    primitive_ = dnnl::matmul(description);
   }
 
-  dnnl::memory::desc a, b, c, scratch;
-  dnnl::matmul primitive;
+  void run(const void* a, const void* b, void* c) const override {
+    ThreadContext& context = ThreadContext::get();
+    const auto memory = [&](const dnnl::memory::desc& description, const void* address) {
+      return dnnl::memory(description, context.engine(), const_cast<void*>(address));
+    };
+    const dnnl::memory memory_a = memory(a_, a);
+    const dnnl::memory memory_b = memory(b_, b);
+    const dnnl::memory memory_c = memory(c_, c);
+    const dnnl::memory memory_scratch = memory(scratch_, context.scratch(scratch_.get_size()));
+    const dnnl_exec_arg_t arguments[] = {{DNNL_ARG_SRC, memory_a.get()},
+                                         {DNNL_ARG_WEIGHTS, memory_b.get()},
+                                         {DNNL_ARG_DST, memory_c.get()},
+                                         {DNNL_ARG_SCRATCHPAD, memory_scratch.get()}};
+    // The C function: the C++ one builds a hash map for each call.
+    dnnl::error::wrap_c_api(
+        dnnl_primitive_execute(primitive_.get(), context.stream().get(), 4, arguments),
+        "could not execute a matrix product");
+  }
+
+ private:
+  dnnl::memory::desc a_, b_, c_, scratch_;
+  dnnl::matmul primitive_;
 };
+
+std::unique_ptr<const GemmProduct> compile(const GemmShape& shape) {
+  if (shape.dtype == DType::kBf16 && !has_bf16_gemm()) {
+    return create_widened_gemm(shape, SerialGemm::find);
+  }
+  return std::make_unique<OneDnnGemm>(shape);
+}
+
+}  // namespace
+
+bool has_bf16_gemm() {
+  static const bool has = [] {
+    try {
+      const OneDnnGemm any({.m = 1, .n = 1, .k = 1, .a_stride = 1, .b_stride = 1, .c_stride = 1});
+      return true;
+    } catch (const dnnl::error& error) {
+      if (error.status != dnnl_unimplemented) throw;
+      return false;
+    }
+  }();
+  return has;
+}
 
 SerialGemm SerialGemm::find(const GemmShape& shape) {
   static std::mutex mutex;
   static std::unordered_map<GemmShape, SerialGemm, HashShape> compiled;
+  {
+    const std::lock_guard lock(mutex);
+    if (const auto found = compiled.find(shape); found != compiled.end()) return found->second;
+  }
+  // Not under the lock: a product may be made of others. What two threads compile at once is the
+  // same.
+  SerialGemm gemm(compile(shape));
   const std::lock_guard lock(mutex);
-  if (const auto found = compiled.find(shape); found != compiled.end()) return found->second;
   // All at once: no order of use to keep up, and users of the old ones hold their own copies.
   if (compiled.size() >= kMaxCompiled) compiled.clear();
-  return compiled.emplace(shape, SerialGemm(std::make_shared<const Compiled>(shape))).first->second;
+  return compiled.emplace(shape, std::move(gemm)).first->second;
 }
 
-void SerialGemm::run(const void* a, const void* b, void* c) const {
-  ThreadContext& context = ThreadContext::get();
-  const auto memory = [&](const dnnl::memory::desc& description, const void* address) {
-    return dnnl::memory(description, context.engine(), const_cast<void*>(address));
-  };
-  const dnnl::memory memory_a = memory(compiled_->a, a);
-  const dnnl::memory memory_b = memory(compiled_->b, b);
-  const dnnl::memory memory_c = memory(compiled_->c, c);
-  const dnnl::memory memory_scratch =
-      memory(compiled_->scratch, context.scratch(compiled_->scratch.get_size()));
-  const dnnl_exec_arg_t arguments[] = {{DNNL_ARG_SRC, memory_a.get()},
-                                       {DNNL_ARG_WEIGHTS, memory_b.get()},
-                                       {DNNL_ARG_DST, memory_c.get()},
-                                       {DNNL_ARG_SCRATCHPAD, memory_scratch.get()}};
-  // The C function: the C++ one builds a hash map for each call.
-  dnnl::error::wrap_c_api(
-      dnnl_primitive_execute(compiled_->primitive.get(), context.stream().get(), 4, arguments),
-      "could not execute a matrix product");
-}
+void SerialGemm::run(const void* a, const void* b, void* c) const { product_->run(a, b, c); }
 
 }  // namespace strata::gpu::host

@@ -2,6 +2,8 @@
 // starts threads of its own inside them, as oneDNN does with OpenMP, takes the cores from each
 // other.
 //
+// Products of bf16 need AVX-512. On other CPUs they are computed in fp32 (gemm_product.h).
+//
 // Rates differ with the layout: oneDNN 2.6 has its faster kernels for matrices without gaps between
 // the rows only ("dense"), and others need a temporary of m * n fp32 where C is of bf16. They also
 // copy a transposed A. Measured on a Zen 4 core, of 220 GFLOP/s in bf16: dense 205 to 215, strided
@@ -29,6 +31,11 @@ struct GemmShape {
   friend bool operator==(const GemmShape&, const GemmShape&) = default;
 };
 
+/// Whether this CPU multiplies bf16 faster than fp32.
+[[nodiscard]] bool has_bf16_gemm();
+
+class GemmProduct;
+
 /// The compiled product of one shape. Copies are cheap and share it; thread-safe.
 class SerialGemm {
  public:
@@ -40,14 +47,13 @@ class SerialGemm {
 
   /// Blocks. Each thread that comes here keeps scratch memory for its largest product so far: some
   /// 200 KiB for a dense one, plus m * n fp32 with a transposed A, and m * n fp32 for a strided one
-  /// to bf16.
+  /// to bf16. In fp32, 2.5 MiB more.
   void run(const void* a, const void* b, void* c) const;
 
  private:
-  struct Compiled;
-  explicit SerialGemm(std::shared_ptr<const Compiled> compiled) : compiled_(std::move(compiled)) {}
+  explicit SerialGemm(std::shared_ptr<const GemmProduct> product) : product_(std::move(product)) {}
 
-  std::shared_ptr<const Compiled> compiled_;
+  std::shared_ptr<const GemmProduct> product_;
 };
 
 }  // namespace strata::gpu::host
