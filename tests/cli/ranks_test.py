@@ -188,9 +188,15 @@ class Learning(Case):
             self.assert_near(of_four["full_shard"], of_four["hybrid_shard"])
 
     def test_every_home_gives_the_same(self):
-        """In bf16, which makes more of the least difference, so that it is far from one rank sooner:
-        wherever state is, no difference."""
+        """In bf16, which makes much of the least difference: wherever state is, none; and from one
+        rank no more than one rank in bf16 is from itself in fp32."""
         alone = self.run_of(1, compute_dtype="bf16")
+        exact = self.run_of(1, compute_dtype="fp32")
+        bound = max(
+            abs(one["loss"] - other["loss"]) / one["loss"]
+            for one, other in zip(alone, exact)
+            if "loss" in one
+        )
         for ranks, sharding in self.layouts():
             first = None
             for offload in ("none", "host", "nvme"):
@@ -198,12 +204,17 @@ class Learning(Case):
                     continue
                 with self.subTest(ranks=ranks, sharding=sharding, offload=offload):
                     lines = self.run_of(ranks, sharding=sharding, offload=offload)
-                    self.assert_near(alone, lines, bound=1e-4)
+                    self.assert_near(alone, lines, bound=bound)
                     first = first or self.what_counts(lines)
                     self.assertEqual(first, self.what_counts(lines))
 
     def test_saved_on_four_resumed_on_others(self):
-        keys = {"offload": "host", "sharding": "full_shard", "val_set_size": 0.1}
+        keys = {
+            "offload": "host",
+            "sharding": "full_shard",
+            "val_set_size": 0.1,
+            "compute_dtype": "fp32",
+        }
         whole = self.dir / "whole"
         self.run_ranks(
             4, output_dir=whole, max_steps=8, save_steps=4, gradient_accumulation_steps=3, **keys

@@ -1,8 +1,10 @@
 // Products of bf16 as they are computed where the CPU has none; such CPUs run all other tests by
 // them.
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <memory>
+#include <string_view>
 #include <vector>
 
 #include "base/bf16.h"
@@ -97,6 +99,12 @@ TEST_CASE("widened products are rounded once, however k is cut", "[matmul]") {
   b[512] = to_bf16(0.0F);
   product->run(a, b, operands.c.data());
   CHECK(std::isnan(operands.c.at(0, 0)));
+}
+
+TEST_CASE("oneDNN can be kept from what this CPU has more than AVX2", "[matmul]") {
+  const char* most = std::getenv("ONEDNN_MAX_CPU_ISA");
+  if (most == nullptr || std::string_view(most) != "AVX2") return;
+  CHECK_FALSE(host::has_bf16_gemm());
 }
 
 }  // namespace

@@ -22,6 +22,14 @@ using pipeline::Update;
 // With 8, too, there are clipped ones and the one with an infinite gradient.
 constexpr int kSteps = trials(20, 8);
 
+#ifdef __SANITIZE_THREAD__
+// liburing maps its rings by system calls that ThreadSanitizer does not see: one rank's that comes
+// to lie where another's has been looks like a race. Drives are in tier_placement_test.
+constexpr bool kHaveDrives = false;
+#else
+constexpr bool kHaveDrives = true;
+#endif
+
 struct Case {
   std::string name;
   Placement placement;
@@ -35,11 +43,7 @@ std::vector<Case> cases(size_t units, const RankLayout& ranks) {
   };
   add("device", Placement::all_on(Tier::kDevice, units));
   add("host", Placement::all_on(Tier::kHost, units));
-#ifdef __SANITIZE_THREAD__
-  // liburing maps its rings by system calls that ThreadSanitizer does not see: one rank's that
-  // comes to lie where another's has been looks like a race. Drives are in tier_placement_test.
-  return all;
-#endif
+  if (!kHaveDrives) return all;
   Placement nvme{.units = std::vector<UnitPlacement>(units, {.weight = Tier::kNvme,
                                                              .gradient = Tier::kNvme,
                                                              .optimizer = Tier::kNvme,
@@ -93,6 +97,12 @@ TEST_CASE("ranks in every sharding learn what one rank learns, wherever state is
   const LlamaConfig config = small_config(tied);
   const size_t units = static_cast<size_t>(config.num_hidden_layers) + 2;
   const RankRun alone = alone_on(config, units, DType::kBf16);
+  // What differs is the order of the gradient's sum, of which bf16 makes more or less from CPU to
+  // CPU: never as much as it makes of itself.
+  const RankRun exact = alone_on(config, units, DType::kF32);
+  const double loss_bound = worst_difference(alone.trajectory.losses, exact.trajectory.losses);
+  const double eval_bound =
+      worst_difference(alone.trajectory.eval_losses, exact.trajectory.eval_losses);
   std::optional<Trajectory> whole;  // of every sharding whose groups hold the state once
   for (const Sharding sharding :
        {Sharding::kNoShard, Sharding::kShardOptimizer, Sharding::kShardGradOp, Sharding::kFullShard,
@@ -107,10 +117,9 @@ TEST_CASE("ranks in every sharding learn what one rank learns, wherever state is
       CHECK(run.differences == std::vector<std::string>());
       if (!resident) {
         resident = run.trajectory;
-        // What differs is the order of the gradient's sum, and then what bf16 makes of it.
-        CHECK(worst_difference(alone.trajectory.losses, run.trajectory.losses) < 1e-4);
-        CHECK(worst_difference(alone.trajectory.eval_losses, run.trajectory.eval_losses) < 1e-4);
-        CHECK(run.trajectory.clipped == alone.trajectory.clipped);
+        CHECK(worst_difference(alone.trajectory.losses, run.trajectory.losses) < loss_bound);
+        CHECK(worst_difference(alone.trajectory.eval_losses, run.trajectory.eval_losses) <
+              eval_bound);
       }
       CHECK(run.trajectory == *resident);
       CHECK(run.received_bytes == static_cast<size_t>(kSteps) * run.collective_bytes);
@@ -136,6 +145,7 @@ TEST_CASE("ranks that compute in fp32 are as near one rank as fp32 is exact") {
     CHECK(run.differences == std::vector<std::string>());
     CHECK(worst_difference(alone.trajectory.losses, run.trajectory.losses) < 1e-6);
     CHECK(worst_difference(alone.trajectory.eval_losses, run.trajectory.eval_losses) < 1e-6);
+    CHECK(run.trajectory.clipped == alone.trajectory.clipped);
   }
 }
 
@@ -164,7 +174,7 @@ TEST_CASE("moments that round stochastically are the same however they are divid
     for (const Sharding sharding :
          {Sharding::kNoShard, Sharding::kShardGradOp, Sharding::kFullShard}) {
       for (const Tier tier : {Tier::kDevice, Tier::kNvme}) {
-        if (tier == Tier::kNvme && sharding != Sharding::kFullShard) continue;
+        if (tier == Tier::kNvme && (!kHaveDrives || sharding != Sharding::kFullShard)) continue;
         INFO(fmt::format("{}, {}, {}", cpu_adam::name_of(moments), name_of(sharding),
                          name_of(tier)));
         Placement placement = Placement::all_on(tier, units);
