@@ -58,7 +58,7 @@ class Invitations {
                     sent_.notify_all();
                   } else {
                     sent_.wait(lock, [&] { return !data_.empty(); });
-                    std::memcpy(data, data_.data(), size_bytes);
+                    std::memcpy(data, data_.data(), std::min(size_bytes, data_.size()));
                   }
                 },
             .patience = std::chrono::milliseconds(60'000),
