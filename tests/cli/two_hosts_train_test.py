@@ -143,9 +143,7 @@ class TwoHosts(Case):
 
     @staticmethod
     def keys(**keys):
-        # In fp32, which oneDNN can multiply on every CPU.
-        defaults = {"sharding": "hybrid_shard", "compute_dtype": "fp32", "max_steps": STEPS}
-        return defaults | keys
+        return {"sharding": "hybrid_shard", "max_steps": STEPS} | keys
 
     def finish(self, process, code, seconds=200):
         """What was printed by a run that ends so."""
