@@ -117,10 +117,10 @@ class TwoHosts(Case):
         plug("up")
         self.assertEqual(ranks, dict.fromkeys(HOSTS, {}), "ranks were left")
 
-    def start(self, **keys):
-        """mpirun on host a, which starts a daemon on host b."""
-        hosts = ",".join(f"{address}:2" for address in HOSTS.values())
-        mpirun = [ranks_test.MPIRUN, "-n", "4", "--host", hosts]
+    def start(self, slots=(2, 2), options=(), **keys):
+        """mpirun on host a, which starts a daemon on host b; a rank in each slot."""
+        hosts = ",".join(f"{address}:{count}" for address, count in zip(HOSTS.values(), slots))
+        mpirun = [ranks_test.MPIRUN, "-n", str(sum(slots)), "--host", hosts, *options]
         for name, value in (
             ("plm_rsh_agent", self.agent),
             ("oob_tcp_if_include", "v0"),
@@ -237,6 +237,18 @@ class TwoHosts(Case):
         printed = self.finish(self.start(**keys), 0)
         self.assertIn(f"resumed from '{run / f'checkpoint-{saved:06}'}'", printed)
         self.assertEqual(self.what_counts(self.lines(run)), expected)
+
+    def test_hosts_that_cannot_be_the_groups(self):
+        for change, words in (
+            ({"slots": (2, 1)}, "host a has 2 of the ranks and host b has 1"),
+            ({"options": ("--map-by", "node")}, "rank 0 is on host a and rank 1 on host b"),
+        ):
+            with self.subTest(change=change):
+                run = self.dir / "run"
+                said = self.messages(self.finish(self.start(output_dir=run, **change), 2))
+                self.assertEqual(len(said), 1, said)
+                self.assertIn(words, said[0])
+                self.assertFalse(run.exists())
 
 
 if __name__ == "__main__":
