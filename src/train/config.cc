@@ -664,6 +664,16 @@ void check(const TrainConfig& config, std::initializer_list<std::string_view> re
   }
 }
 
+std::vector<std::string> changes(const TrainConfig& before, const TrainConfig& after) {
+  std::vector<std::string> all;
+  const auto shown = [](const std::string& text) { return text.empty() ? "not set" : text; };
+  for (const ConfigKey& key : table()) {
+    const std::string was = key.get(before), is = key.get(after);
+    if (was != is) all.push_back(fmt::format("{} {} (was {})", key.name, shown(is), shown(was)));
+  }
+  return all;
+}
+
 std::string to_yaml(const TrainConfig& config) {
   YAML::Emitter out;
   const auto emit_list = [&](const std::vector<SourceSpec>& sources) {

@@ -128,6 +128,9 @@ struct ConfigKey {
 void set(TrainConfig& config, std::string_view name, std::string_view text);
 [[nodiscard]] std::string get(const TrainConfig& config, std::string_view name);
 
+/// Of each key whose values differ: "learning_rate 0.0001 (was 0.0003)".
+[[nodiscard]] std::vector<std::string> changes(const TrainConfig& before, const TrainConfig& after);
+
 /// Reads a YAML file over the defaults. Keys not in the file keep their default, so flags can still
 /// be laid over the result; check() it after that.
 [[nodiscard]] TrainConfig read_config(const std::filesystem::path& path);

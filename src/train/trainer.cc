@@ -140,6 +140,7 @@ class Run {
     ranks_.agree([this] { make_state(); });
     if (ranks_.is_first()) {
       lock_ = output->keep();
+      changes_ = changes_since();
       write_text_file_atomically(config_path(config_.output_dir), to_yaml(common_));
       metrics_.emplace(metrics_path(config_.output_dir),
                        is_resumed() ? state_.step : MetricsWriter::kFreshRun);
@@ -233,6 +234,21 @@ class Run {
   }
 
   [[nodiscard]] bool is_resumed() const { return checkpoint_ || stored_; }
+
+  /// What the configuration says otherwise than that of the run which this one goes on from.
+  [[nodiscard]] std::vector<std::string> changes_since() const {
+    if (!is_resumed()) return {};
+    const fs::path from = checkpoint_ ? checkpoint_->parent_path() : fs::path(config_.output_dir);
+    if (!fs::exists(config_path(from))) return {};
+    try {
+      TrainConfig before = read_config(config_path(from));
+      before.output_dir = common_.output_dir;
+      before.resume = common_.resume;
+      return changes(before, common_);
+    } catch (const Error&) {
+      return {};  // it has been edited, or is of another version
+    }
+  }
 
   /// That what there is to go on from is of this very run.
   void check_sources() {
@@ -387,6 +403,9 @@ class Run {
                           ? fmt::format("resumed from '{}'", checkpoint_->string())
                           : fmt::format("resumed from the last commit in '{}', after step {}",
                                         config_.nvme.front().path, state_.step));
+      if (!changes_.empty()) {
+        observer_.noted(fmt::format("changed since: {}", fmt::join(changes_, ", ")));
+      }
       if (state_.step >= max_steps_) {
         observer_.noted(fmt::format("the run is complete at step {}; raise max_steps to train on",
                                     state_.step));
@@ -649,6 +668,7 @@ class Run {
   std::optional<fs::path> checkpoint_;  // likewise
   std::optional<fs::path> weights_;     // to begin with
   std::string device_note_;
+  std::vector<std::string> changes_;  // of the configuration, since the run that is gone on with
   std::optional<model::Llama> llama_;
   std::unique_ptr<gpu::Device> device_;
   std::optional<pipeline::Executor> executor_;

@@ -1,5 +1,6 @@
 #include "train/config.h"
 
+#include <algorithm>
 #include <set>
 #include <string>
 #include <vector>
@@ -301,6 +302,21 @@ TEST_CASE("a refused value leaves the config as it was", "[config]") {
     CHECK_THROWS_AS(set(config, name, "a,,"), Error);
   }
   CHECK(config == before);
+}
+
+TEST_CASE("changes are told by key", "[config]") {
+  TrainConfig before;
+  CHECK(changes(before, before).empty());
+  TrainConfig after = before;
+  set(after, "learning_rate", "1e-4");
+  set(after, "profile", "h100");
+  set(before, "trace", "trace.json");
+  const std::vector<std::string> all = changes(before, after);
+  REQUIRE(all.size() == 3);
+  CHECK(std::count(all.begin(), all.end(), "profile h100 (was not set)") == 1);
+  CHECK(std::count(all.begin(), all.end(), "trace not set (was trace.json)") == 1);
+  CHECK(std::count(all.begin(), all.end(),
+                   "learning_rate 0.0001 (was " + get(before, "learning_rate") + ")") == 1);
 }
 
 TEST_CASE("messages say what was expected", "[config]") {

@@ -150,6 +150,8 @@ TEST_CASE("only the same run is continued") {
   Recorder branch;
   CHECK(run(other, branch).step == 6);
   CHECK(branch.first_step == 2);
+  CHECK(std::count(branch.notes.begin(), branch.notes.end(),
+                   "changed since: max_steps 6 (was 4)") == 1);
 }
 
 TEST_CASE("what an interrupted save left behind is never resumed and is cleared away") {
