@@ -27,7 +27,7 @@ MachineProfile assumed_host_profile(int64_t threads) {
   return {.name = "assumed",
           .machine = "CPU cores",
           .device = "host",
-          .matmul_bf16_flops_per_s = (gpu::host::has_bf16_gemm() ? 150e9 : 60e9) * cores,
+          .matmul_bf16_flops_per_s = (gpu::host::has_bf16_gemm() ? 150e9 : 75e9) * cores,
           .matmul_fp32_flops_per_s = 75e9 * cores,
           .device_memory_bytes_per_s = 10e9 * cores,
           .upload_bytes_per_s = 8e9,
