@@ -3,12 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <utility>
 
 #include "base/error.h"
 #include "nvme/store_impl.h"
+#include "nvme/store_waiter.h"
 
 namespace strata::nvme {
 namespace {
@@ -16,33 +16,6 @@ namespace {
 uint64_t key_of(int unit, Traffic kind) {
   return uint64_t{static_cast<uint32_t>(unit)} << 8 | static_cast<uint64_t>(kind);
 }
-
-/// The sink of a blocking request.
-class Waiter {
- public:
-  [[nodiscard]] StoreSink sink() noexcept {
-    return {[](void* context, const StoreResult& result) noexcept {
-              auto& waiter = *static_cast<Waiter*>(context);
-              const std::lock_guard lock(waiter.mutex_);
-              waiter.error_ = result.error;
-              waiter.is_done_ = true;
-              // With the lock held: the waiter may be gone as soon as it is released.
-              waiter.done_.notify_one();
-            },
-            this};
-  }
-  void wait() {
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [this] { return is_done_; });
-    if (!error_.empty()) throw failure(error_);
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable done_;
-  bool is_done_ = false;
-  std::string error_;
-};
 
 }  // namespace
 
@@ -353,7 +326,7 @@ void Store::read_async(const ReadRequest& request) { impl_->read_async(request);
 void Store::write_async(const WriteRequest& request) { impl_->write_async(request); }
 
 void Store::read(ReadRequest request) {
-  Waiter waiter;
+  StoreWaiter waiter;
   STRATA_CHECK(request.sink.done == nullptr, "a blocking request has no sink");
   request.sink = waiter.sink();
   impl_->read_async(request);
@@ -361,7 +334,7 @@ void Store::read(ReadRequest request) {
 }
 
 void Store::write(WriteRequest request) {
-  Waiter waiter;
+  StoreWaiter waiter;
   STRATA_CHECK(request.sink.done == nullptr, "a blocking request has no sink");
   request.sink = waiter.sink();
   impl_->write_async(request);

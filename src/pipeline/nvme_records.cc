@@ -13,6 +13,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "nvme/arena_file.h"
+#include "nvme/store_waiter.h"
 
 namespace strata::pipeline {
 namespace {
@@ -23,39 +24,11 @@ using nvme::RecordSpec;
 using nvme::Slots;
 using nvme::Store;
 using nvme::StoreResult;
-using nvme::StoreSink;
 using nvme::Traffic;
 using nvme::Version;
 
 /// Requests under way that are split; one more has to wait.
 constexpr size_t kSplits = 16;
-
-/// The sink of a blocking request.
-class Waiter {
- public:
-  [[nodiscard]] StoreSink sink() noexcept {
-    return {[](void* context, const StoreResult& result) noexcept {
-              auto& waiter = *static_cast<Waiter*>(context);
-              const std::lock_guard lock(waiter.mutex_);
-              waiter.error_ = result.error;
-              waiter.is_done_ = true;
-              // With the lock held: the waiter may be gone as soon as it is released.
-              waiter.done_.notify_one();
-            },
-            this};
-  }
-  void wait() {
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [this] { return is_done_; });
-    if (!error_.empty()) throw failure(error_);
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable done_;
-  bool is_done_ = false;
-  std::string error_;
-};
 
 }  // namespace
 
@@ -390,7 +363,7 @@ void NvmeRecords::read_part(const NvmeRecord& record, size_t part, std::byte* da
     }
     version = Version::kCurrent;
   }
-  Waiter waiter;
+  nvme::StoreWaiter waiter;
   transfer(record,
            {.operation = Operation::kRead,
             .offset_bytes = part * record.stride_bytes,
@@ -402,7 +375,7 @@ void NvmeRecords::read_part(const NvmeRecord& record, size_t part, std::byte* da
 }
 
 void NvmeRecords::write_part(NvmeRecord& record, size_t part, std::byte* data) {
-  Waiter waiter;
+  nvme::StoreWaiter waiter;
   submit(record, {.operation = Operation::kWrite,
                   .offset_bytes = part * record.stride_bytes,
                   .data = data,

@@ -55,26 +55,27 @@ std::span<const std::byte> bytes_of(const std::string& text) {
 
 }  // namespace
 
-Ranks::Ranks(const TrainConfig& config, EndProcess end_process)
-    : info_(comm::rank_info_from_environment()),
-      config_(config),
-      end_process_(std::move(end_process)) {
+Ranks::Ranks(comm::RankInfo info, const TrainConfig& config, EndProcess end_process)
+    : info_(std::move(info)), config_(config), end_process_(std::move(end_process)) {
   if (info_.ranks == 1) return;
   try {
     connect_control();
+    meet_host();
   } catch (...) {
     abandon();
     throw;
   }
-  meet_host();
 }
 
 /// Who shares this machine, and how they divide its CPUs.
 void Ranks::meet_host() {
+  const auto online = static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN));
   cpu_set_t own;
   CPU_ZERO(&own);
-  // Of machines with more CPUs than the set has room for this rank takes what it is given.
-  if (::sched_getaffinity(0, sizeof own, &own) != 0) CPU_SET(0, &own);
+  if (::sched_getaffinity(0, sizeof own, &own) != 0) {
+    // More CPUs than the set has room for: so many, then.
+    for (int cpu = 0; cpu < std::min(online, CPU_SETSIZE); ++cpu) CPU_SET(cpu, &own);
+  }
   const std::vector<std::vector<std::byte>> all = all_gather(std::as_bytes(std::span(&own, 1)));
   const auto& members = control_->members();
   const auto rank = static_cast<size_t>(info_.rank);
@@ -86,7 +87,8 @@ void Ranks::meet_host() {
     std::memcpy(&of_host.emplace_back(), all[other].data(), sizeof own);
   }
   local_ranks_ = static_cast<int>(of_host.size());
-  cpus_ = cpu_share(of_host, place, static_cast<int>(::sysconf(_SC_NPROCESSORS_ONLN)));
+  cpus_ = cpu_share(of_host, place, online);
+  if (info_.launcher != "openmpi") cpus_.note.clear();  // Slurm binds to what a job has asked for
 }
 
 void Ranks::connect_control() {
@@ -183,7 +185,9 @@ int Ranks::ranks_of_a_host() const {
 }
 
 void Ranks::require_shared_output() {
-  if (is_on_one_host() || config_.save_strategy == SaveStrategy::kNo) return;
+  if (is_on_one_host()) return;
+  // Whether all have the same configuration is looked at later.
+  if (!any(config_.save_strategy != SaveStrategy::kNo)) return;
   std::optional<DirectoryMark> mark;
   if (is_first()) mark.emplace(config_.output_dir);
   const auto all = all_gather(bytes_of(mark ? mark->path().string() : std::string()));
@@ -232,15 +236,16 @@ void Ranks::check_devices(const gpu::Device& device) {
   });
 }
 
-void Ranks::connect(gpu::Device& device, const pipeline::RankLayout& layout) {
+void Ranks::connect(std::shared_ptr<gpu::Device> device, const pipeline::RankLayout& layout) {
   if (info_.ranks == 1) return;
-  check_devices(device);
-  if (device.kind() != "cuda") {
+  device_ = std::move(device);
+  check_devices(*device_);
+  if (device_->kind() != "cuda") {
     groups_ = mpi_->create_rank_groups(layout.shard_ranks);
     return;
   }
   groups_ = comm::create_nccl_rank_groups(
-      device,
+      *device_,
       {.rank = info_.rank,
        .ranks = info_.ranks,
        .broadcast =
@@ -262,12 +267,13 @@ void Ranks::set_task(std::string_view task) noexcept {
 
 void Ranks::give_up(std::string_view cause) {
   const comm::Verdict verdict = control_->fail(cause);
-  end_process_(verdict.message, verdict.should_print);
+  if (end_process_) end_process_(verdict.message, verdict.should_print);
   std::_Exit(static_cast<int>(ErrorKind::kFailed));
 }
 
 void Ranks::close() {
   groups_.reset();
+  device_.reset();
   if (control_ != nullptr) control_->close();
   mpi_.reset();
   is_closed_ = true;

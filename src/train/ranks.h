@@ -33,9 +33,9 @@ using EndProcess = std::function<void(const std::string& message, bool should_pr
 
 class Ranks final : public RankExchange {
  public:
-  /// Finds out from the environment what this process is, and if it is one of several connects
-  /// them. Blocks until all have come, or throws within config.rank_timeout.
-  Ranks(const TrainConfig& config, EndProcess end_process);
+  /// Connects the rank that `info` tells of with the others, where there are any. Blocks until all
+  /// have come, or throws within config.rank_timeout.
+  Ranks(comm::RankInfo info, const TrainConfig& config, EndProcess end_process);
   ~Ranks() override;
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
@@ -65,7 +65,7 @@ class Ranks final : public RankExchange {
   [[nodiscard]] pipeline::RankLayout layout() const;
   /// Connects the ranks' devices; all ranks call it, and not within agree(). What does not go
   /// together is an AgreedError; what fails while they connect is this rank's alone.
-  void connect(gpu::Device& device, const pipeline::RankLayout& layout);
+  void connect(std::shared_ptr<gpu::Device> device, const pipeline::RankLayout& layout);
   /// Null with one rank, and before connect().
   [[nodiscard]] const comm::RankGroups* groups() const noexcept {
     return groups_ ? &*groups_ : nullptr;
@@ -99,6 +99,7 @@ class Ranks final : public RankExchange {
   EndProcess end_process_;
   std::unique_ptr<comm::MpiWorld> mpi_;
   std::unique_ptr<comm::Control> control_;
+  std::shared_ptr<gpu::Device> device_;  // of which groups_ have memory
   std::optional<comm::RankGroups> groups_;
   bool is_closed_ = false;
 };

@@ -90,8 +90,9 @@ class Run {
 
   /// What was due after the last step of the run that this one resumes, and was cut off.
   void catch_up(TrainOutcome& outcome) {
-    if (stored_ && is_save_due() &&
-        !is_checkpoint(checkpoint_path(config_.output_dir, state_.step))) {
+    // As the first rank sees it: others may see the directory later.
+    if (ranks_.any(stored_ && is_save_due() && ranks_.is_first() &&
+                   !is_checkpoint(checkpoint_path(config_.output_dir, state_.step)))) {
       save();
     }
     if (ranks_.any(is_evaluation_due() && metrics_ && metrics_->ends_with_step(state_.step))) {
@@ -135,7 +136,7 @@ class Run {
     });
     require_same_source();
     require_same_plan();
-    ranks_.connect(*device_, layout_);
+    ranks_.connect(device_, layout_);
     tell_plan();
     ranks_.agree([this] { make_state(); });
     if (ranks_.is_first()) {
@@ -238,8 +239,10 @@ class Run {
   /// What the configuration says otherwise than that of the run which this one goes on from.
   [[nodiscard]] std::vector<std::string> changes_since() const {
     if (!is_resumed()) return {};
-    const fs::path from = checkpoint_ ? checkpoint_->parent_path() : fs::path(config_.output_dir);
-    if (!fs::exists(config_path(from))) return {};
+    const fs::path from = checkpoint_ ? (*checkpoint_ / "config.json").parent_path().parent_path()
+                                      : fs::path(config_.output_dir);
+    std::error_code ignored;
+    if (!fs::exists(config_path(from), ignored)) return {};
     try {
       TrainConfig before = read_config(config_path(from));
       before.output_dir = common_.output_dir;
@@ -670,7 +673,7 @@ class Run {
   std::string device_note_;
   std::vector<std::string> changes_;  // of the configuration, since the run that is gone on with
   std::optional<model::Llama> llama_;
-  std::unique_ptr<gpu::Device> device_;
+  std::shared_ptr<gpu::Device> device_;
   std::optional<pipeline::Executor> executor_;
   std::optional<DataLoader> loader_;
   std::optional<EvalLoader> eval_;
@@ -717,7 +720,13 @@ gpu::OpenedDevice open_device(const TrainConfig& config, int local_rank, int loc
 
 TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
                    const std::function<bool()>& stop_requested, const EndProcess& end_process) {
-  Ranks ranks(config, end_process);
+  return train(config, observer, stop_requested, end_process, comm::rank_info_from_environment());
+}
+
+TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
+                   const std::function<bool()>& stop_requested, const EndProcess& end_process,
+                   const comm::RankInfo& place) {
+  Ranks ranks(place, config, end_process);
   observer.joined(ranks.rank(), ranks.ranks());
   TrainConfig own = config;
   if (ranks.ranks() > 1) {
@@ -729,7 +738,8 @@ TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
   TrainOutcome outcome;
   try {
     // Each step waits for the slowest rank.
-    if (ranks.ranks() > 1 && own.threads == 0) own.threads = ranks.least(ranks.cpu_threads());
+    const int64_t threads = ranks.least(ranks.cpu_threads());
+    if (ranks.ranks() > 1 && own.threads == 0) own.threads = threads;
     ranks.require_shared_output();
     outcome = Run(own, config, observer, ranks).run(stop_requested);
     observer.finished(outcome);

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/launch.h"
 #include "gpu/open_device.h"
 #include "model/llama.h"
 #include "pipeline/machine_profile.h"
@@ -88,6 +89,11 @@ struct TrainOutcome {
 /// anything is written is an AgreedError on all; where one is lost later, `end_process` is called.
 TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
                    const std::function<bool()>& stop_requested, const EndProcess& end_process = {});
+
+/// The same as the rank of a run that `place` tells of, whatever the environment says.
+TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
+                   const std::function<bool()>& stop_requested, const EndProcess& end_process,
+                   const comm::RankInfo& place);
 
 /// The device a configuration asks for, for one of the ranks that share this machine: of several
 /// GPUs that a process sees, its own.

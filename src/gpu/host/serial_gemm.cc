@@ -36,6 +36,7 @@ class ThreadContext {
   void* scratch(size_t size_bytes) {
     if (size_bytes > scratch_bytes_) {
       scratch_.reset();
+      scratch_bytes_ = 0;
       scratch_.reset(::operator new(size_bytes, kScratchAlignment));
       scratch_bytes_ = size_bytes;
     }

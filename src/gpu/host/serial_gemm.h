@@ -31,7 +31,7 @@ struct GemmShape {
   friend bool operator==(const GemmShape&, const GemmShape&) = default;
 };
 
-/// Whether this CPU multiplies bf16 faster than fp32.
+/// Whether oneDNN has products of bf16 for this CPU.
 [[nodiscard]] bool has_bf16_gemm();
 
 class GemmProduct;
