@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -11,10 +12,12 @@
 #include "apps/strata/console.h"
 #include "base/bytes.h"
 #include "base/error.h"
+#include "nvme/arena_file.h"
 
 namespace strata::app {
 namespace {
 
+namespace fs = std::filesystem;
 using nlohmann::ordered_json;
 
 struct Arguments {
@@ -104,6 +107,13 @@ void print_map(const nvme::Store& store) {
 void check(const Arguments& arguments) {
   std::vector<nvme::StoreDirectory> directories;
   for (const std::string& directory : arguments.directories) {
+    std::error_code none;
+    if (!fs::exists(nvme::arena_path(directory), none) &&
+        fs::is_directory(fs::path(directory) / "rank-0", none)) {
+      throw usage_error(fmt::format(
+          "'{0}' holds the stores of several ranks; check each of them, as '{0}/rank-0'",
+          directory));
+    }
     directories.push_back({.directory = directory});
   }
   nvme::StoreOptions options;
@@ -139,8 +149,9 @@ void add_store(CLI::App& app) {
   CLI::App* checking =
       command->add_subcommand("check", "Verify every checksum of a store and print its map");
   checking
-      ->add_option("directory", arguments->directories,
-                   "The store's directories, one on each drive, in any order")
+      ->add_option(
+          "directory", arguments->directories,
+          "The store's directories, one on each drive, in any order; of several ranks DIR/rank-N")
       ->required()
       ->type_name("DIR");
   checking->add_flag("--json", arguments->json, "Print JSON (docs/formats.md)");

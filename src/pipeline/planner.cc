@@ -222,6 +222,11 @@ std::string_view memory_of(Tier tier) {
   return tier == Tier::kDevice ? "device memory" : tier == Tier::kHost ? "host memory" : "NVMe";
 }
 
+/// What a budget has to have beside the plan's own.
+size_t beside(const PlanRequest& request, Tier tier) {
+  return tier == Tier::kHost ? request.host_beside_bytes : 0;
+}
+
 /// The budgets that would do, each alone, in words.
 std::vector<std::string> what_would_fit(const UnitModel& model, const gpu::Operators& operators,
                                         const MachineProfile& profile, const PlanRequest& request,
@@ -247,6 +252,7 @@ std::vector<std::string> what_would_fit(const UnitModel& model, const gpu::Opera
     } else if (!would_do(plan)) {
       continue;
     }
+    needed += beside(request, tier);
     answers.push_back(
         fmt::format("{} ({} bytes) of {}", format_bytes(needed), needed, memory_of(tier)));
   }
@@ -272,9 +278,11 @@ std::vector<std::string> what_would_fit(const UnitModel& model, const gpu::Opera
     const size_t needed = smallest.bytes(tier);
     const size_t allowed = request.budget.bytes(tier);
     if (needed <= allowed) continue;
+    const size_t more = beside(request, tier);
     missing +=
-        fmt::format("{}{} ({} bytes) of {} where {} are allowed", missing.empty() ? "" : " and ",
-                    format_bytes(needed), needed, memory_of(tier), format_bytes(allowed));
+        fmt::format("{}{} ({} bytes) of {} where {} ({} bytes) are allowed",
+                    missing.empty() ? "" : " and ", format_bytes(needed + more), needed + more,
+                    memory_of(tier), format_bytes(allowed + more), allowed + more);
   }
   const std::vector<std::string> answers =
       what_would_fit(model, operators, profile, request, smallest, measured);

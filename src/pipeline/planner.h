@@ -45,6 +45,8 @@ struct PlanRequest {
   /// Of one document; only for the error that proposes a smaller micro-batch.
   int64_t sequence_length = 0;
   Budget budget{};
+  /// Host memory that is needed beside the plan and not in the budget, for what is said of either.
+  size_t host_beside_bytes = 0;
   cpu_adam::MomentFormat moments = cpu_adam::MomentFormat::kF32;
   RankLayout ranks{};  // the budget is one rank's
   bool clipping = true;

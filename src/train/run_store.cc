@@ -117,6 +117,20 @@ std::optional<StoredRun> find_stored_run(const TrainConfig& config) {
   return std::move(runs.front());
 }
 
+std::optional<StoredRun> find_any_stored_run(const std::vector<DriveSpec>& drives) {
+  TrainConfig config;
+  config.nvme = drives;
+  std::optional<StoredRun> alone = find_stored_run(config);
+  for (DriveSpec& drive : config.nvme) drive.path = rank_directory(drive.path, 0).string();
+  std::optional<StoredRun> of_ranks = find_stored_run(config);
+  if (!alone || (of_ranks && of_ranks->state.step > alone->state.step)) return of_ranks;
+  return alone;
+}
+
+fs::path rank_directory(const fs::path& directory, int rank) {
+  return directory / fmt::format("rank-{}", rank);
+}
+
 std::optional<int64_t> last_common_step(std::span<const std::vector<int64_t>> steps_of_ranks) {
   std::optional<int64_t> last;
   if (steps_of_ranks.empty()) return last;

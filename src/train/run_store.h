@@ -32,9 +32,17 @@ void check_drives(const TrainConfig& config);
 /// it or a directory's part is missing, and another Error where it is damaged.
 [[nodiscard]] std::optional<StoredRun> find_stored_run(const TrainConfig& config);
 
+/// Where one of several ranks has its part of a directory of `nvme`: a store is one process's.
+[[nodiscard]] std::filesystem::path rank_directory(const std::filesystem::path& directory,
+                                                   int rank);
+
 /// The same of all commits that the store can be opened at, the newest first: one or two. Between
 /// two steps a kill can leave the stores of ranks one commit apart; each then has the earlier too.
 [[nodiscard]] std::vector<StoredRun> find_stored_runs(const TrainConfig& config);
+
+/// The last commit that any store holds in the directories of `drives`, or in their rank-0, whoever
+/// may go on with it. Throws as find_stored_run does.
+[[nodiscard]] std::optional<StoredRun> find_any_stored_run(const std::vector<DriveSpec>& drives);
 
 /// The last step that each rank has, of those that it has; nothing where there is none.
 [[nodiscard]] std::optional<int64_t> last_common_step(

@@ -110,6 +110,7 @@ class Run {
     ranks_.agree([&, steps = steps_of_ranks(commits)] {
       find_store(commits, steps);
       checkpoint_ = checkpoint_to_resume(stored_);
+      if (ranks_.is_first() && !is_resumed() && !config_.resume.empty()) require_nothing_to_lose();
       weights_ = is_resumed() ? std::nullopt : pretrained_weights();
       if (weights_) model::check_weights(model::CheckpointReader::open(*weights_), *llama_);
     });
@@ -205,22 +206,25 @@ class Run {
   /// The last commit that all ranks have. A kill between two steps leaves them one apart.
   void find_store(const std::vector<StoredRun>& commits,
                   const std::vector<std::vector<int64_t>>& steps) {
-    const std::optional<int64_t> common = last_common_step(steps);
-    if (common) {
-      stored_ = *std::find_if(commits.begin(), commits.end(), [&](const StoredRun& commit) {
-        return commit.state.step == *common;
-      });
-      if (stored_->rank == ranks_.rank() && stored_->ranks == ranks_.ranks() &&
-          stored_->shard_ranks == layout_.shard_ranks) {
-        return;
+    for (const StoredRun& commit : commits) {
+      if (commit.rank == ranks_.rank() && commit.ranks == ranks_.ranks() &&
+          commit.shard_ranks == layout_.shard_ranks) {
+        continue;
       }
       refuse_resume(store_name(),
                     fmt::format("it is rank {}'s of {}, in groups of {} that divide the state, and "
                                 "this is rank {} of {}, in groups of {}; start as many ranks with "
                                 "the same sharding, or go on from a checkpoint with other nvme "
                                 "directories",
-                                stored_->rank, stored_->ranks, stored_->shard_ranks, ranks_.rank(),
+                                commit.rank, commit.ranks, commit.shard_ranks, ranks_.rank(),
                                 ranks_.ranks(), layout_.shard_ranks));
+    }
+    const std::optional<int64_t> common = last_common_step(steps);
+    if (common) {
+      stored_ = *std::find_if(commits.begin(), commits.end(), [&](const StoredRun& commit) {
+        return commit.state.step == *common;
+      });
+      return;
     }
     // What was killed before all had made their stores has lost nothing.
     int64_t latest = 0;
@@ -235,6 +239,25 @@ class Run {
   }
 
   [[nodiscard]] bool is_resumed() const { return checkpoint_ || stored_; }
+
+  /// Of a run that is to begin since there is nothing to go on from: no run is kept on drives that
+  /// this configuration, or that of the run in output_dir, names.
+  void require_nothing_to_lose() const {
+    std::vector<std::vector<DriveSpec>> places = {common_.nvme};
+    std::error_code none;
+    const fs::path config_of_last = config_path(config_.output_dir);
+    if (fs::exists(config_of_last, none)) places.push_back(read_config(config_of_last).nvme);
+    for (const std::vector<DriveSpec>& drives : places) {
+      if (drives.empty()) continue;
+      const std::optional<StoredRun> kept = find_any_stored_run(drives);
+      if (!kept || kept->state.step == 0) continue;
+      throw usage_error(fmt::format(
+          "there is a run after its step {} on drives, in nvme '{}', by {} rank{}, which this one "
+          "cannot go on from; give the same nvme, offload and number of ranks, or name another "
+          "output_dir and other nvme directories",
+          kept->state.step, drives.front().path, kept->ranks, kept->ranks == 1 ? "" : "s"));
+    }
+  }
 
   /// What the configuration says otherwise than that of the run which this one goes on from.
   [[nodiscard]] std::vector<std::string> changes_since() const {
@@ -730,9 +753,8 @@ TrainOutcome train(const TrainConfig& config, TrainObserver& observer,
   observer.joined(ranks.rank(), ranks.ranks());
   TrainConfig own = config;
   if (ranks.ranks() > 1) {
-    // A store is one process's.
     for (DriveSpec& drive : own.nvme) {
-      drive.path = (fs::path(drive.path) / fmt::format("rank-{}", ranks.rank())).string();
+      drive.path = rank_directory(drive.path, ranks.rank()).string();
     }
   }
   TrainOutcome outcome;

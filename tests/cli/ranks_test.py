@@ -424,6 +424,35 @@ class Failures(Case):
                 self.assertEqual(result.returncode, 2, result.stderr)
                 self.assertFalse(out.exists())
 
+    def test_a_run_on_drives_is_not_begun_anew(self):
+        """Whatever is forgotten or changed when it is to go on."""
+        run, drive = self.dir / "run", self.dir / "drive"
+        keys = {"output_dir": run, "save_strategy": "no"}
+        on_drives = {"offload": "nvme", "nvme": drive}
+        self.run_ranks(2, max_steps=3, **on_drives, **keys)
+        before = self.lines(run)
+        kept = "there is a run after its step 3 on drives"
+        for ranks, flags, words in (
+            (1, on_drives, f"{kept}, in nvme '{drive}', by 2 ranks"),
+            (3, on_drives, "it is rank 0's of 2"),
+            (2, {}, kept),
+            (1, {}, kept),
+        ):
+            with self.subTest(ranks=ranks, flags=flags):
+                command = self.command(ranks, max_steps=5, resume="auto", **flags, **keys)
+                result = subprocess.run(
+                    command, env=environment(), capture_output=True, text=True, timeout=100
+                )
+                said = self.messages(result.stderr)
+                self.assertEqual(len(said), 1, result.stderr)
+                self.assertIn(words, said[0])
+                self.assertEqual(result.returncode, 2, result.stderr)
+                self.assertEqual(self.lines(run), before)
+        # With all as it was, it goes on.
+        lines = self.run_ranks(2, max_steps=5, resume="auto", **on_drives, **keys)
+        steps = [line["step"] for line in lines if "loss" in line]
+        self.assertEqual(steps, [1, 2, 3, 4, 5])
+
     def test_a_rank_that_does_not_come_is_not_waited_for_in_mpi(self):
         first, second = (
             [*self.command(1, output_dir=self.dir / "run", max_steps=2, rank_timeout=seconds)]
