@@ -165,8 +165,9 @@ void print_ranks(const RanksReport& report, const pipeline::Foretold& foretold,
     fmt::print("{:<9} {:.0f} tokens/s, {:.0f} a rank", "together", now.all_tokens_per_s(),
                now.tokens_per_s());
     if (report.alone && report.alone->fits) {
-      fmt::print("; {:.1f}% of what one rank alone does",
-                 100 * now.tokens_per_s() / report.alone->tokens_per_s());
+      const double times = now.tokens_per_s() / report.alone->tokens_per_s();
+      fmt::print("; {} what one rank alone does", times < 2 ? fmt::format("{:.1f}% of", 100 * times)
+                                                            : fmt::format("{:.0f} times", times));
     } else if (report.alone) {
       fmt::print("; one rank alone has no room");
     }

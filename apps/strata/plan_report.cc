@@ -4,10 +4,12 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "base/bytes.h"
 #include "pipeline/simulator.h"
 #include "pipeline/trace.h"
+#include "train/progress.h"
 
 namespace strata::app {
 namespace {
@@ -144,10 +146,10 @@ void print_lanes(const Figures& f) {
   for (const Lane lane : kAllLanes) {
     const auto& row = f.lanes.of(lane);
     if (row.tasks == 0) continue;
-    fmt::print("{:<12} {:>7.2f} s {:>7.1f}% {:>12} {:>12.2f} s\n", name_of(lane), row.busy_s,
-               100 * row.busy_s / f.lanes.seconds,
+    fmt::print("{:<12} {:>9} {:>7.1f}% {:>12} {:>14}\n", name_of(lane),
+               train::format_seconds(row.busy_s), 100 * row.busy_s / f.lanes.seconds,
                lane == Lane::kCompute ? "-" : format_bytes(row.moved_bytes),
-               f.path_s[static_cast<size_t>(lane)]);
+               train::format_seconds(f.path_s[static_cast<size_t>(lane)]));
   }
 }
 
@@ -157,36 +159,52 @@ void print_table(const PlanReport& report) {
   const Figures f = figures_of(report);
   const pipeline::Plan& plan = report.foretold.plan;
   const pipeline::Foretold& foretold = report.foretold;
-  fmt::print("model    {}: {:.2f} B parameters in {} units\n", report.model_name,
-             static_cast<double>(parameters(*report.llama)) / 1e9, report.llama->units().size());
+  const auto all = static_cast<double>(parameters(*report.llama));
+  fmt::print("model    {}: {} parameters in {} units\n", report.model_name,
+             all < 1e9 ? fmt::format("{:.1f} M", all / 1e6) : fmt::format("{:.2f} B", all / 1e9),
+             report.llama->units().size());
   if (!report.model_note.empty()) fmt::print("note     {}\n", report.model_note);
   fmt::print("machine  {}: {}; {}\n", report.profile->name, report.profile->machine,
              report.profile->measured ? "measured" : "from published figures, not measured");
-  fmt::print("step     {:.0f} tokens: {} micro-batches of {} sequences of {}\n", f.tokens,
-             plan.shape.micro_batches, plan.shape.max_sequences,
+  const auto count = [](int64_t n, std::string_view what) {
+    return fmt::format("{} {}{}", n, what, n == 1 ? "" : what.ends_with("ch") ? "es" : "s");
+  };
+  fmt::print("step     {:.0f} tokens{}: {} of {} of {}\n", f.tokens,
+             plan.placement.ranks.ranks > 1 ? " a rank" : "",
+             count(plan.shape.micro_batches, "micro-batch"),
+             count(plan.shape.max_sequences, "sequence"),
              plan.shape.tokens / std::max<int64_t>(plan.shape.max_sequences, 1));
   print_placement(plan);
   print_ledger(report);
   print_lanes(f);
-  fmt::print("\npredicted {:.2f} s a step, {:.0f} tokens/s{}, bound by {}\n", foretold.step_s,
-             f.tokens_per_s, plan.placement.ranks.ranks > 1 ? " a rank" : "", name_of(f.bound));
+  fmt::print("\npredicted {} a step, {:.0f} tokens/s{}, bound by {}\n",
+             train::format_seconds(foretold.step_s), f.tokens_per_s,
+             plan.placement.ranks.ranks > 1 ? " a rank" : "", name_of(f.bound));
   if (foretold.replay_s > 0) {
     fmt::print(
-        "          of it {:.2f} s for the replay of clipped steps, {:.2f} s in {:.0f}% of "
-        "the steps (assumed)\n",
-        pipeline::kAssumedClippedSteps * foretold.replay_s, foretold.replay_s,
-        100 * pipeline::kAssumedClippedSteps);
+        "          of it {} for the replay of clipped steps, {} in {:.0f}% of the steps "
+        "(assumed)\n",
+        train::format_seconds(pipeline::kAssumedClippedSteps * foretold.replay_s),
+        train::format_seconds(foretold.replay_s), 100 * pipeline::kAssumedClippedSteps);
   }
   fmt::print(
       "          {:.1f} TFLOP/s of the model, {:.1f} with recomputation; MFU {:.1f}% of the "
       "profile's {:.0f} TFLOP/s\n",
       tera(f.model_flops / foretold.step_s), tera(f.done_flops / foretold.step_s),
       100 * f.model_flops / foretold.step_s / f.peak_flops_per_s, tera(f.peak_flops_per_s));
-  fmt::print("          drives write {:.2f} TB per 1,000 steps\n", tera(1000 * f.written_bytes));
+  fmt::print("          drives write {:.3g} TB per 1,000 steps\n", tera(1000 * f.written_bytes));
   if (report.ranks) print_ranks(*report.ranks, foretold, *report.llama);
+  // A lesser prediction is the search's doing, not the change's.
+  const double least = 0.001 * f.tokens_per_s;
+  const auto helps = [&](const pipeline::Advice& advice) { return advice.gain >= least; };
   if (report.advice.empty()) return;
+  if (std::none_of(report.advice.begin(), report.advice.end(), helps)) {
+    fmt::print("\nnothing that was tried would help: more memory, another drive, more tokens\n");
+    return;
+  }
   fmt::print("\nwhat would help, each planned anew\n");
   for (const pipeline::Advice& advice : report.advice) {
+    if (!helps(advice)) continue;
     fmt::print("{:>+8.0f} tokens/s ({:+.1f}%)  {}\n", advice.gain,
                100 * advice.gain / f.tokens_per_s, advice.change);
   }

@@ -276,6 +276,7 @@ void add_train(CLI::App& app) {
             },
             std::string(key.help))
         ->type_name(std::string(key.type))
+        ->default_str(train::get(train::TrainConfig{}, key.name))
         ->group("Keys of CONFIG.yaml");
   }
   command->add_flag("--json", arguments->json, "Print the outcome as JSON on standard output");

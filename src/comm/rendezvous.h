@@ -30,7 +30,7 @@ struct ControlOptions {
   /// How long a rank may be silent; rank 0's holds for all. At least 100 ms.
   std::chrono::milliseconds heartbeat_timeout{std::chrono::seconds(30)};
   /// What to do, at the end of each message.
-  std::string advice = "start again with --resume auto to go on from the last commit";
+  std::string advice = "start again with --resume auto to go on from the last commit or checkpoint";
   FailureHandler on_failure;
 };
 

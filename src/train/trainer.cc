@@ -105,7 +105,7 @@ class Run {
     std::vector<StoredRun> commits;
     ranks_.agree([&] {
       open_inputs();
-      commits = find_stored_runs(config_);
+      commits = stored_runs();
     });
     ranks_.agree([&, steps = steps_of_ranks(commits)] {
       find_store(commits, steps);
@@ -203,6 +203,20 @@ class Run {
     return all;
   }
 
+  /// Where the store is damaged, the error says what else there is to go on from.
+  [[nodiscard]] std::vector<StoredRun> stored_runs() const {
+    try {
+      return find_stored_runs(config_);
+    } catch (const Error& error) {
+      const std::vector<fs::path> checkpoints = list_checkpoints(config_.output_dir);
+      if (error.kind() != ErrorKind::kFailed || config_.resume != "auto" || checkpoints.empty()) {
+        throw;
+      }
+      throw failure(fmt::format("{}; '--resume {}' goes on from the last one", error.what(),
+                                checkpoints.back().string()));
+    }
+  }
+
   /// The last commit that all ranks have. A kill between two steps leaves them one apart.
   void find_store(const std::vector<StoredRun>& commits,
                   const std::vector<std::vector<int64_t>>& steps) {
@@ -270,7 +284,16 @@ class Run {
       TrainConfig before = read_config(config_path(from));
       before.output_dir = common_.output_dir;
       before.resume = common_.resume;
-      return changes(before, common_);
+      std::vector<std::string> all = changes(before, common_);
+      // Which the number of ranks is a part of.
+      const int64_t sequences =
+          config_.micro_batch_size * config_.gradient_accumulation_steps * ranks_.ranks();
+      const int64_t used = state_.data.epoch * train_windows_ + state_.data.index;
+      if (state_.step > 0 && used / state_.step != sequences) {
+        all.push_back(
+            fmt::format("sequences of a step {} (was {})", sequences, used / state_.step));
+      }
+      return all;
     } catch (const Error&) {
       return {};  // it has been edited, or is of another version
     }
@@ -678,10 +701,28 @@ class Run {
                                    .shard_ranks = layout_.shard_ranks}));
   }
 
+  [[nodiscard]] std::string not_saved(std::string_view why) const {
+    const std::vector<fs::path> all = list_checkpoints(config_.output_dir);
+    const std::string rest =
+        durable_      ? "the same command with --resume auto goes on from the commit on the drives"
+        : all.empty() ? "no checkpoint is there yet"
+                      : fmt::format("the same command with --resume auto goes on from '{}'",
+                                    all.back().filename().string());
+    return fmt::format("step {} could not be saved: {}; {}", state_.step, why, rest);
+  }
+
   void save() {
     ranks_.set_phase(fmt::format("saving step {}", state_.step), kSavePatience);
-    save_checkpoint(config_.output_dir, state_, *llama_, *executor_, config_.save_total_limit,
-                    ranks_, layout_.shard_ranks);
+    try {
+      save_checkpoint(config_.output_dir, state_, *llama_, *executor_, config_.save_total_limit,
+                      ranks_, layout_.shard_ranks);
+    } catch (const comm::RankFailure&) {
+      throw;
+    } catch (const AgreedError& error) {
+      throw AgreedError(error.kind(), not_saved(error.what()));
+    } catch (const Error& error) {
+      throw Error(error.kind(), not_saved(error.what()));
+    }
     observer_.saved(checkpoint_path(config_.output_dir, state_.step));
   }
 

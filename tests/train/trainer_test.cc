@@ -152,6 +152,13 @@ TEST_CASE("only the same run is continued") {
   CHECK(branch.first_step == 2);
   CHECK(std::count(branch.notes.begin(), branch.notes.end(),
                    "changed since: max_steps 6 (was 4)") == 1);
+  other.output_dir = bench.output("larger batch").string();
+  other.gradient_accumulation_steps = 4;
+  Recorder larger;
+  CHECK(run(other, larger).step == 6);
+  CHECK(std::count(larger.notes.begin(), larger.notes.end(),
+                   "changed since: gradient_accumulation_steps 4 (was 2), max_steps 6 (was 4), "
+                   "sequences of a step 8 (was 4)") == 1);
 }
 
 TEST_CASE("what an interrupted save left behind is never resumed and is cleared away") {
