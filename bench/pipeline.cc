@@ -17,6 +17,7 @@
 #include "base/bytes.h"
 #include "base/error.h"
 #include "bench/lanes.h"
+#include "bench/many_blocks.h"
 #include "bench/matmul_peak.h"
 #include "bench/random_batch.h"
 #include "cpu_adam/adam.h"
@@ -38,24 +39,11 @@ using pipeline::Placement;
 using pipeline::Tier;
 using pipeline::Timeline;
 
-// Many small blocks, and little before and after them: a step should not consist of its ends.
 constexpr int64_t kSequence = 128;
 constexpr int64_t kPartElements = int64_t{1} << 19;
 // Device and optimizer have a core each, as if they were two processors.
 constexpr int kDeviceThreads = 1;
 constexpr int kAdamThreads = 1;
-
-model::LlamaConfig fixed_model() {
-  model::LlamaConfig config;
-  config.hidden_size = 384;
-  config.intermediate_size = 1024;
-  config.num_hidden_layers = 20;
-  config.num_attention_heads = 6;
-  config.num_key_value_heads = 6;
-  config.head_dim = 64;
-  config.vocab_size = 1024;
-  return config;
-}
 
 /// One way of being bound. Speeds are of the slowed-down links and drive, bytes per second.
 struct Regime {
@@ -412,7 +400,7 @@ void run_regime(const Regime& regime, const model::Llama& llama, const CoreSpeed
 }  // namespace
 
 std::vector<Row> run_pipeline(gpu::Device& /*device*/, const Options& options) {
-  const model::Llama llama(fixed_model(), DType::kBf16, kSequence);
+  const model::Llama llama(many_blocks(), DType::kBf16, kSequence);
   const CoreSpeeds cores = measure_cores(*gpu::create_host_device({.threads = kDeviceThreads}));
   options.say(
       fmt::format("one core: products {:.0f} GFLOP/s, optimizer {:.1f} GB/s; beside each "

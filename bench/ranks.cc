@@ -17,6 +17,7 @@
 
 #include "base/error.h"
 #include "bench/lanes.h"
+#include "bench/many_blocks.h"
 #include "bench/random_batch.h"
 #include "comm/thread_communicator.h"
 #include "comm/throttled.h"
@@ -36,18 +37,6 @@ using pipeline::Tier;
 
 constexpr int kRanks = 2;
 constexpr int64_t kSequence = 128;
-
-model::LlamaConfig fixed_model() {
-  model::LlamaConfig config;
-  config.hidden_size = 384;
-  config.intermediate_size = 1024;
-  config.num_hidden_layers = 20;
-  config.num_attention_heads = 6;
-  config.num_key_value_heads = 6;
-  config.head_dim = 64;
-  config.vocab_size = 1024;
-  return config;
-}
 
 struct Regime {
   std::string name;
@@ -149,7 +138,7 @@ std::vector<Row> run_ranks(gpu::Device& /*device*/, const Options& options) {
   if (std::thread::hardware_concurrency() < kRanks) {
     throw failure("bench ranks needs two cores, one for each rank");
   }
-  const model::Llama llama(fixed_model(), DType::kBf16, kSequence);
+  const model::Llama llama(many_blocks(), DType::kBf16, kSequence);
   const Run run(llama, 8);
   const pipeline::Plan plan = run.plan();
   double bytes = 0;
